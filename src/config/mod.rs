@@ -1,0 +1,239 @@
+//! The configuration file as one struct per section; `load` reads it, `validate` reports every problem at once.
+//!
+//! Unknown keys are errors with a suggestion and the line. Durations and sizes carry units (`"30s"`, `"1MiB"`).
+//! Any string may hold `${NAME}`; a key that ends in `_file` reads a secret. Secrets print as `***`.
+
+mod pattern;
+mod secret;
+mod template;
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+use std::time::Duration;
+
+pub use pattern::Pattern;
+pub use secret::Secret;
+pub use template::Template;
+
+use crate::backoff::Retry;
+
+/// A configuration that passed every check.
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub postgres: Postgres,
+    pub bridge: Bridge,
+    /// By name; the name is what handlers, logs and metrics use.
+    pub sinks: BTreeMap<String, Sink>,
+    /// By name.
+    pub handlers: BTreeMap<String, Handler>,
+    pub http: Http,
+    pub retention: Retention,
+    /// What is accepted but deserves a line at start, such as a secret written into the file.
+    pub warnings: Vec<String>,
+}
+
+/// `[postgres]`
+#[derive(Clone, Debug)]
+pub struct Postgres {
+    /// `postgres://user:password@host:port/database?sslmode=…`; `LANEBRIDGE_POSTGRES_URL` overrides it.
+    pub url: Secret,
+    /// Where locks and LISTEN go when `url` leads to a pooler.
+    pub direct_url: Option<Secret>,
+    /// Read again at every connect, so that a rotated password is picked up.
+    pub password_file: Option<PathBuf>,
+    pub schema: String,
+    pub table_prefix: String,
+    /// Longest time for connecting, TLS and authentication together.
+    pub connect_timeout: Duration,
+    /// Longest time for one statement of the bridge, on the client and as `statement_timeout`.
+    pub statement_timeout: Duration,
+    /// Publishing refuses larger payloads; stored in the database by `run` and `migrate`.
+    pub max_payload_bytes: u32,
+}
+
+/// `[bridge]`
+#[derive(Clone, Debug)]
+pub struct Bridge {
+    /// Default: the host name.
+    pub name: String,
+    pub source: SourceKind,
+    pub wake_up: WakeUp,
+    pub ownership: Ownership,
+    pub poll_interval: Duration,
+    /// How often each owned lane is read from its start (R11).
+    pub sweep_interval: Duration,
+    pub shutdown_timeout: Duration,
+    /// Payload bytes in memory, over all handlers (R14).
+    pub max_in_flight_bytes: u64,
+    /// `ce_source`; default `/lanebridge/<schema>`.
+    pub ce_source: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SourceKind {
+    Auto,
+    Wal,
+    Poll,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WakeUp {
+    Auto,
+    Notify,
+    Poll,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ownership {
+    Advisory,
+    Lease,
+}
+
+/// `[sinks.NAME]`
+#[derive(Clone, Debug)]
+pub struct Sink {
+    pub kind: SinkKind,
+    /// Longest time for a batch's answers; what has none by then is refused as unknown.
+    pub send_timeout: Duration,
+    /// Most deliveries in one batch.
+    pub batch: NonZeroU32,
+    /// Most batches of one handler that wait for answers at once.
+    pub batches_in_flight: NonZeroU32,
+}
+
+#[derive(Clone, Debug)]
+pub enum SinkKind {
+    Kafka(Kafka),
+    Nats(Nats),
+    Redis(Redis),
+    Stdout,
+}
+
+/// TLS towards a broker. `ca_file` unset means the public roots (Kafka: the system's store).
+#[derive(Clone, Debug, Default)]
+pub struct Tls {
+    pub enabled: bool,
+    pub ca_file: Option<PathBuf>,
+    pub cert_file: Option<PathBuf>,
+    pub key_file: Option<PathBuf>,
+}
+
+/// A secret given in the file, or a file to read it from at every connect.
+#[derive(Clone, Debug)]
+pub enum SecretSource {
+    Inline(Secret),
+    File(PathBuf),
+}
+
+/// `type = "kafka"`
+#[derive(Clone, Debug)]
+pub struct Kafka {
+    pub brokers: String,
+    pub tls: Tls,
+    pub sasl: Option<Sasl>,
+    /// Any librdkafka property; ours win only where delivery would be unsafe, and `validate` says so.
+    pub options: BTreeMap<String, Secret>,
+}
+
+#[derive(Clone, Debug)]
+pub struct Sasl {
+    pub mechanism: SaslMechanism,
+    pub username: String,
+    pub password: SecretSource,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SaslMechanism {
+    Plain,
+    ScramSha256,
+    ScramSha512,
+}
+
+/// `type = "nats"`
+#[derive(Clone, Debug)]
+pub struct Nats {
+    /// One or several `nats://` or `tls://` addresses, comma separated.
+    pub url: Secret,
+    pub tls: Tls,
+    pub auth: NatsAuth,
+}
+
+#[derive(Clone, Debug)]
+pub enum NatsAuth {
+    /// Whatever the URL says.
+    Url,
+    User {
+        username: String,
+        password: SecretSource,
+    },
+    Token(SecretSource),
+    /// The seed.
+    Nkey(SecretSource),
+    CredsFile(PathBuf),
+}
+
+/// `type = "redis"`
+#[derive(Clone, Debug)]
+pub struct Redis {
+    /// `redis://` or `rediss://`.
+    pub url: Secret,
+    pub tls: Tls,
+    /// ACL user; overrides the URL's.
+    pub username: Option<String>,
+    pub password: Option<SecretSource>,
+    /// `XADD … MAXLEN ~`; consumers that lag further lose entries.
+    pub max_len: Option<u64>,
+}
+
+/// `[handlers.NAME]`: which events, to which sink and destination, with which policy.
+#[derive(Clone, Debug)]
+pub struct Handler {
+    pub name: String,
+    pub events: Vec<Pattern>,
+    /// A name under `[sinks]`.
+    pub sink: String,
+    /// `topic`, `subject` or `stream`, whichever the sink's kind calls it; empty for stdout.
+    pub destination: Template,
+    pub format: Format,
+    pub order: Order,
+    pub on_dead: OnDead,
+    pub retry: Retry,
+    /// nats: the stream that must acknowledge (`Nats-Expected-Stream`); found by subject at start when unset.
+    pub nats_stream: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    CloudEvents,
+    CloudEventsJson,
+    Raw,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    Key,
+    None,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnDead {
+    Block,
+    Skip,
+}
+
+/// `[http]`
+#[derive(Clone, Debug)]
+pub struct Http {
+    /// `None` (written `""`): no HTTP at all.
+    pub listen: Option<std::net::SocketAddr>,
+}
+
+/// `[retention]`
+#[derive(Clone, Debug)]
+pub struct Retention {
+    /// `None` (written `"0"`): never drop a partition.
+    pub events: Option<Duration>,
+    pub dead: Option<Duration>,
+    pub history: bool,
+}
