@@ -1,0 +1,681 @@
+//! Connections: from the configured URL to a session on a writable primary whose every setting is ours.
+//!
+//! I1: the whole of one attempt (resolve, connect, TLS, authenticate, set up) ends within `connect_timeout` per address.
+//! I2: a standby, a server older than 14 and a database that is not UTF-8 are refused (H16, B37).
+//! I3: no role or database default reaches our statements (H66, H67, H99); the settings below win.
+//! I4: a vanished peer is noticed within seconds by both ends (H46).
+//!
+//! It never retries: the caller knows whether a retry makes sense, by the error's class.
+
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::lookup_host;
+use tokio::time::{Instant, timeout_at};
+use tokio_postgres::SimpleQueryMessage;
+use tokio_postgres_rustls::MakeRustlsConnect;
+
+use super::client::Client;
+use super::failure::failure;
+use super::tls::{Progress, Step, Watched, client_config};
+use crate::config::{self, Secret};
+use crate::error::{Class, Error, Result};
+
+/// PostgreSQL 14, the oldest whose settings and functions we rely on.
+const OLDEST_SERVER: u32 = 140_000;
+/// Silence before the first TCP keepalive probe. With the next two, a peer that vanished is noticed after 5 s; the
+/// defaults of the operating system take 2 hours, and locks stay held that long (H46).
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(2);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(1);
+const KEEPALIVE_RETRIES: u32 = 3;
+/// The same for bytes that were sent and never confirmed.
+const TCP_USER_TIMEOUT: Duration = Duration::from_secs(5);
+/// How much longer the client waits than `statement_timeout`: time for the server's own answer to arrive.
+const GRACE: Duration = Duration::from_secs(1);
+/// NAMEDATALEN - 1: the server cuts `application_name` here.
+const APPLICATION_NAME_BYTES: usize = 63;
+
+/// What the server is, asked before anything is set. Simple protocol: it must also pass through a pooler.
+const ASK_SERVER: &str = "SELECT pg_catalog.pg_is_in_recovery(), pg_catalog.current_setting('server_version_num'), \
+     pg_catalog.current_setting('server_encoding')";
+
+/// What a session is for; decides its settings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Session {
+    /// Short transactions: completion, janitor, CLI.
+    Work,
+    /// Reads of the queue tables, whose statistics are always wrong.
+    Poll,
+    /// Holds session locks or listens; may idle for ever.
+    Lock,
+    /// Sets nothing, so that it harms no one if a pooler turns out to be in between.
+    Probe,
+}
+
+/// Opens sessions; cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Connector {
+    shared: Arc<Shared>,
+    direct: bool,
+    pooled: bool,
+}
+
+#[derive(Debug)]
+struct Shared {
+    target: Target,
+    direct: Option<Target>,
+    password_file: Option<PathBuf>,
+    connect_timeout: Duration,
+    statement_timeout: Duration,
+    bridge: String,
+}
+
+// TODO(pg_url): replaced by config::pg_url when that branch is merged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum SslMode {
+    Disable,
+    VerifyCa,
+    VerifyFull,
+}
+
+#[derive(Clone, Debug)]
+struct Target {
+    hosts: Vec<(String, u16)>,
+    user: String,
+    password: Option<Secret>,
+    dbname: String,
+    sslmode: SslMode,
+    sslrootcert: Option<PathBuf>,
+}
+
+fn target(url: &Secret) -> Result<Target> {
+    let (base, query) = url.expose().split_once('?').unwrap_or((url.expose(), ""));
+    let config: tokio_postgres::Config = base.parse().map_err(|_| Error::config("parse url"))?;
+    let hosts = config.get_hosts().iter().enumerate().map(|(i, host)| {
+        let port = config.get_ports().get(i).or(config.get_ports().first()).copied().unwrap_or(5432);
+        match host {
+            tokio_postgres::config::Host::Tcp(host) => (host.clone(), port),
+            tokio_postgres::config::Host::Unix(path) => (path.display().to_string(), port),
+        }
+    });
+    let option = |name: &str| query.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='));
+    let user = config.get_user().unwrap_or("postgres").to_owned();
+    Ok(Target {
+        hosts: hosts.collect(),
+        dbname: config.get_dbname().unwrap_or(&user).to_owned(),
+        user,
+        password: config.get_password().map(|text| Secret::new(String::from_utf8_lossy(text))),
+        sslmode: match option("sslmode") {
+            Some("verify-full") => SslMode::VerifyFull,
+            Some("verify-ca") => SslMode::VerifyCa,
+            _ => SslMode::Disable,
+        },
+        sslrootcert: option("sslrootcert").map(PathBuf::from),
+    })
+}
+
+impl Connector {
+    /// # Errors
+    /// A URL that does not parse; class `Config`.
+    pub fn new(postgres: &config::Postgres, bridge: &str) -> Result<Self> {
+        let direct = postgres.direct_url.as_ref().map(target).transpose()?;
+        let shared = Shared {
+            target: target(&postgres.url)?,
+            password_file: postgres.password_file.clone(),
+            connect_timeout: postgres.connect_timeout,
+            statement_timeout: postgres.statement_timeout,
+            bridge: bridge.to_owned(),
+            direct,
+        };
+        // Who names a direct way says that the other one is not direct.
+        let pooled = shared.direct.is_some();
+        Ok(Self { shared: Arc::new(shared), direct: false, pooled })
+    }
+
+    /// The same by `direct_url` where one is given: for locks, LISTEN, migrations.
+    pub fn direct(&self) -> Self {
+        Self { direct: true, pooled: self.pooled && self.shared.direct.is_none(), ..self.clone() }
+    }
+
+    /// For `ownership = "lease"` without a `direct_url`: nothing is set for a session, only for transactions.
+    pub fn behind_pooler(&self) -> Self {
+        Self { pooled: true, ..self.clone() }
+    }
+
+    fn target(&self) -> &Target {
+        match &self.shared.direct {
+            Some(direct) if self.direct => direct,
+            _ => &self.shared.target,
+        }
+    }
+
+    /// A session on the first host of the URL that is a writable primary. `purpose` is one word for
+    /// `application_name`, which becomes `lanebridge/<bridge>/<purpose>`. Not cancel-safe in the sense that
+    /// a dropped attempt is lost; nothing stays open.
+    ///
+    /// # Errors
+    /// Names host, port and step. Of several hosts, the first failure that a person must end, else the last one.
+    pub async fn connect(&self, purpose: &str, session: Session) -> Result<Client> {
+        let target = self.target();
+        let password = self.password(target).await?;
+        let mut last = Error::config("connect to Postgres: the URL names no host");
+        for (host, port) in &target.hosts {
+            match self.connect_host(host, *port, purpose, session, password.as_ref()).await {
+                Ok(client) => return Ok(client),
+                Err(error) if error.class() == Class::Transient => last = error,
+                Err(error) => return Err(error),
+            }
+        }
+        Err(last)
+    }
+
+    /// Read again at every connect, so that a rotated password is picked up.
+    async fn password(&self, target: &Target) -> Result<Option<Secret>> {
+        let Some(file) = &self.shared.password_file else { return Ok(target.password.clone()) };
+        let text = tokio::fs::read_to_string(file)
+            .await
+            .map_err(|source| Error::config(format!("read password_file \"{}\"", file.display())).source_is(source))?;
+        let line = text.strip_suffix('\n').unwrap_or(&text);
+        Ok(Some(Secret::new(line.strip_suffix('\r').unwrap_or(line))))
+    }
+
+    async fn connect_host(
+        &self,
+        host: &str,
+        port: u16,
+        purpose: &str,
+        session: Session,
+        password: Option<&Secret>,
+    ) -> Result<Client> {
+        if host.starts_with('/') {
+            return self.connect_address(host, None, port, purpose, session, password).await;
+        }
+        let resolve = || format!("resolve \"{host}\"");
+        let addresses = match timeout_at(Instant::now() + self.shared.connect_timeout, lookup_host((host, port))).await
+        {
+            Ok(Ok(addresses)) => addresses,
+            Ok(Err(source)) => return Err(Error::transient(resolve()).source_is(source)),
+            Err(_) => return Err(self.out_of_time(resolve())),
+        };
+        let mut last = Error::transient(format!("{}: no address", resolve()));
+        for address in addresses {
+            match self.connect_address(host, Some(address.ip()), port, purpose, session, password).await {
+                Ok(client) => return Ok(client),
+                Err(error) if error.class() == Class::Transient => last = error,
+                Err(error) => return Err(error),
+            }
+        }
+        Err(last)
+    }
+
+    async fn connect_address(
+        &self,
+        host: &str,
+        address: Option<IpAddr>,
+        port: u16,
+        purpose: &str,
+        session: Session,
+        password: Option<&Secret>,
+    ) -> Result<Client> {
+        let target = self.target();
+        let server = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+        // A socket never leaves the machine; Postgres offers no TLS there.
+        let mode = if address.is_none() { SslMode::Disable } else { target.sslmode };
+
+        let mut config = tokio_postgres::Config::new();
+        config.user(&target.user).dbname(&target.dbname).host(host).port(port);
+        config.application_name(application_name(&self.shared.bridge, purpose));
+        config.keepalives(true).keepalives_idle(KEEPALIVE_IDLE).keepalives_interval(KEEPALIVE_INTERVAL);
+        config.keepalives_retries(KEEPALIVE_RETRIES).tcp_user_timeout(TCP_USER_TIMEOUT);
+        config.ssl_mode(match mode {
+            SslMode::Disable => tokio_postgres::config::SslMode::Disable,
+            SslMode::VerifyCa | SslMode::VerifyFull => tokio_postgres::config::SslMode::Require,
+        });
+        if let Some(address) = address {
+            config.hostaddr(address);
+        }
+        if let Some(password) = password {
+            config.password(password.expose());
+        }
+
+        let progress = Progress::default();
+        let tls = Watched {
+            inner: MakeRustlsConnect::new(client_config(mode, target.sslrootcert.as_deref())?),
+            encrypted: mode != SslMode::Disable,
+            progress: progress.clone(),
+        };
+        let step = |progress: &Progress| match progress.step() {
+            Step::Connect => format!("connect to {server}"),
+            Step::Tls => format!("agree on TLS with {server}"),
+            Step::Authenticate => format!("authenticate at {server} as \"{}\"", target.user),
+        };
+        let end = Instant::now() + self.shared.connect_timeout;
+        let (inner, connection) = match timeout_at(end, config.connect(tls)).await {
+            Ok(Ok(opened)) => opened,
+            Ok(Err(error)) => return Err(explain(progress.step(), step(&progress), error, password.is_some())),
+            Err(_) => return Err(self.out_of_time(step(&progress))),
+        };
+        let settings = settings(session, self.shared.statement_timeout);
+        let local = self.pooled.then(|| settings_sql("SET LOCAL", &settings));
+        let deadline = self.shared.statement_timeout + GRACE;
+        let client = Client::start(inner, connection, server.clone(), deadline, local);
+
+        let set_up = async {
+            check_server(&client, &server).await?;
+            if !self.pooled && !settings.is_empty() {
+                client.batch_execute(&settings_sql("SET", &settings)).await?;
+            }
+            Ok(())
+        };
+        match timeout_at(end, set_up).await {
+            Ok(Ok(())) => Ok(client),
+            Ok(Err(error)) => Err(error),
+            Err(_) => Err(self.out_of_time(format!("set up a session at {server}"))),
+        }
+    }
+
+    fn out_of_time(&self, what: String) -> Error {
+        Error::transient(format!("{what}: no answer within {:?}", self.shared.connect_timeout))
+    }
+
+    /// Passes when this connector leads to sessions of its own. Behind PgBouncer's transaction mode a lock belongs to
+    /// a server connection that everybody shares: two bridges both got it, and after both left it stayed (H48).
+    ///
+    /// # Errors
+    /// A pooler (class `Failure`), or whatever ends a connect.
+    pub async fn detect_pooler(&self) -> Result<()> {
+        let probe = Self { pooled: false, ..self.clone() };
+        let one = probe.connect("probe", Session::Probe).await?;
+        let two = probe.connect("probe", Session::Probe).await?;
+        if sessions_are_shared(&one, &two).await? {
+            return Err(Error::new(format!(
+                "Postgres at {} is behind a pooler in transaction mode (PgBouncer?): sessions are shared, \
+                 so locks and LISTEN do not work there",
+                one.server()
+            ))
+            .hint("set direct_url to the server's own port, or ownership = \"lease\""));
+        }
+        Ok(())
+    }
+}
+
+async fn sessions_are_shared(one: &Client, two: &Client) -> Result<bool> {
+    let pid = async |client: &Client| ask(client, "SELECT pg_catalog.pg_backend_pid()").await;
+    let (first, second) = (pid(one).await?, pid(two).await?);
+    if first == second {
+        return Ok(true);
+    }
+    let mark: u64 = rand::random();
+    ask(one, &format!("SELECT pg_catalog.set_config('lanebridge.probe', '{mark}', false)")).await?;
+    ask(two, "SELECT pg_catalog.set_config('lanebridge.probe', 'two', false)").await?;
+    for _ in 0..3 {
+        let read = ask(one, "SELECT pg_catalog.current_setting('lanebridge.probe', true)").await?;
+        if read != mark.to_string() || pid(one).await? != first || pid(two).await? != second {
+            return Ok(true);
+        }
+    }
+    // A random key: if a pooler keeps this lock after we left, it stands in nobody's way.
+    let key = format!("({}, {})", rand::random::<i32>(), rand::random::<i32>());
+    let locked = ask(one, &format!("SELECT pg_catalog.pg_try_advisory_lock{key}")).await?;
+    let locked_twice = ask(two, &format!("SELECT pg_catalog.pg_try_advisory_lock{key}")).await?;
+    ask(one, &format!("SELECT pg_catalog.pg_advisory_unlock{key}")).await?;
+    Ok(locked != "t" || locked_twice != "f")
+}
+
+/// The first column of the first row, by the simple protocol; empty for NULL or no row.
+async fn ask(client: &Client, sql: &str) -> Result<String> {
+    Ok(ask_row(client, sql).await?.into_iter().next().unwrap_or_default())
+}
+
+async fn ask_row(client: &Client, sql: &str) -> Result<Vec<String>> {
+    let answer = client.run(client.raw().simple_query(sql)).await?;
+    let row = answer.into_iter().find_map(|message| match message {
+        SimpleQueryMessage::Row(row) => Some(row),
+        _ => None,
+    });
+    let Some(row) = row else { return Ok(Vec::new()) };
+    Ok((0..row.len()).map(|column| row.get(column).unwrap_or_default().to_owned()).collect())
+}
+
+async fn check_server(client: &Client, server: &str) -> Result<()> {
+    let row = ask_row(client, ASK_SERVER).await?;
+    let [recovery, version, encoding] = row.as_slice() else {
+        return Err(Error::new(format!("Postgres at {server} did not say what it is")));
+    };
+    fits(server, recovery, version, encoding)
+}
+
+/// I2.
+fn fits(server: &str, recovery: &str, version: &str, encoding: &str) -> Result<()> {
+    if recovery != "f" {
+        return Err(Error::transient(format!("Postgres at {server} is a standby, which cannot be written to"))
+            .hint("point the URL at the primary, or list all hosts: the one that is primary is taken"));
+    }
+    if version.parse::<u32>().unwrap_or(0) < OLDEST_SERVER {
+        return Err(Error::new(format!("Postgres at {server} has server_version_num {version}, too old"))
+            .hint("PostgreSQL 14 or newer is needed"));
+    }
+    if encoding != "UTF8" {
+        return Err(Error::new(format!(
+            "the database at {server} is encoded in {encoding}: keys and payloads could change on their way"
+        ))
+        .hint("create a database with ENCODING 'UTF8' and publish there"));
+    }
+    Ok(())
+}
+
+fn explain(step: Step, what: String, source: tokio_postgres::Error, has_password: bool) -> Error {
+    let is_database_answer = source.as_db_error().is_some();
+    // The client library's own refusals (no password to send, a method it does not speak) are no I/O.
+    let is_io = std::error::Error::source(&source).is_some_and(|source| source.is::<std::io::Error>());
+    let error = match step {
+        Step::Authenticate if !is_database_answer && !is_io && !source.is_closed() => {
+            Error::config(what).source_is(source)
+        }
+        _ => failure(what, source),
+    };
+    match (step, error.class()) {
+        (Step::Authenticate, Class::Config) if !has_password => {
+            error.hint("no password is configured: put it into the URL or name a password_file")
+        }
+        (Step::Tls, Class::Failure) if is_io => {
+            error.hint("sslrootcert must name the CA that signed the server's certificate, and the host its name")
+        }
+        (Step::Tls, Class::Failure) => {
+            error.hint("set ssl = on in the server, or sslmode=disable where the network is trusted")
+        }
+        _ => error,
+    }
+}
+
+/// `lanebridge/<bridge>/<purpose>`; a long bridge name is cut, the purpose never.
+fn application_name(bridge: &str, purpose: &str) -> String {
+    let room = APPLICATION_NAME_BYTES.saturating_sub("lanebridge//".len() + purpose.len());
+    let end = (0..=room.min(bridge.len())).rev().find(|&end| bridge.is_char_boundary(end)).unwrap_or(0);
+    format!("lanebridge/{}/{purpose}", &bridge[..end])
+}
+
+fn settings_sql(set: &str, settings: &[(&'static str, String)]) -> String {
+    settings.iter().map(|(name, value)| format!("{set} {name} = {value};")).collect()
+}
+
+/// Every setting our statements rely on, values as SQL. A role's or a database's own defaults must never decide (I3).
+fn settings(session: Session, statement_timeout: Duration) -> Vec<(&'static str, String)> {
+    if session == Session::Probe {
+        return Vec::new();
+    }
+    let statement_timeout = format!("'{}ms'", statement_timeout.as_millis().max(1));
+    // A frozen bridge must not hold row locks for ever; a lock session never sits in a transaction (H49).
+    let idle_in_transaction = if session == Session::Lock { "0".to_owned() } else { statement_timeout.clone() };
+    let mut settings: Vec<(&'static str, String)> =
+        vec![("statement_timeout", statement_timeout), ("idle_in_transaction_session_timeout", idle_in_transaction)];
+    let fixed = [
+        ("lock_timeout", "'5s'"),
+        ("idle_session_timeout", "0"),
+        ("default_transaction_isolation", "'read committed'"),
+        ("default_transaction_read_only", "off"),
+        // Every name in our SQL is qualified; a temporary schema that is not named would be searched first (H99).
+        ("search_path", "pg_catalog, pg_temp"),
+        // Row-level security that would hide deliveries is an error instead (silence would be loss).
+        ("row_security", "off"),
+        ("timezone", "'UTC'"),
+        ("client_encoding", "'UTF8'"),
+        ("bytea_output", "'hex'"),
+        ("datestyle", "'ISO, YMD'"),
+        ("standard_conforming_strings", "on"),
+        // A role default of off would let a completion, or a fence, be lost in a crash.
+        ("synchronous_commit", "on"),
+        ("jit", "off"),
+        ("tcp_keepalives_idle", "2"),
+        ("tcp_keepalives_interval", "1"),
+        ("tcp_keepalives_count", "3"),
+        ("tcp_user_timeout", "5000"),
+    ];
+    settings.extend(fixed.map(|(name, value)| (name, value.to_owned())));
+    if session == Session::Poll {
+        // The queue tables are empty when analysed and full when read, or the other way round; only the plan along
+        // the primary key is right at every size.
+        for name in ["enable_seqscan", "enable_hashjoin", "enable_mergejoin", "enable_bitmapscan"] {
+            settings.push((name, "off".to_owned()));
+        }
+        settings.push(("plan_cache_mode", "force_generic_plan".to_owned()));
+    }
+    settings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::test_postgres;
+    use super::*;
+
+    fn connector(change: impl FnOnce(&mut config::Postgres)) -> Connector {
+        let mut postgres = test_postgres();
+        change(&mut postgres);
+        Connector::new(&postgres, "test").unwrap()
+    }
+
+    /// The test server's URL with another user, host or query.
+    fn url(user: &str, host: &str, query: &str) -> Secret {
+        let target = target(&test_postgres().url).unwrap();
+        let port = target.hosts[0].1;
+        Secret::new(format!("postgres://{user}@{host}:{port}/{}?{query}", target.dbname))
+    }
+
+    fn verified(mode: &str, ca: &str) -> String {
+        format!("sslmode={mode}&sslrootcert={ca}")
+    }
+
+    fn tls_ca() -> String {
+        std::env::var("LB_TLS_CA").expect("LB_TLS_CA is not set; run scripts/services up and load target/services/env")
+    }
+
+    async fn is_encrypted(client: &Client) -> bool {
+        let sql = "SELECT ssl FROM pg_stat_ssl WHERE pid = pg_backend_pid()";
+        client.query_one(sql, &[]).await.unwrap().get(0)
+    }
+
+    #[test]
+    fn a_long_bridge_name_never_cuts_the_purpose() {
+        assert_eq!(application_name("b1", "poll"), "lanebridge/b1/poll");
+        let name = application_name(&"é".repeat(60), "complete");
+        assert!(name.len() <= APPLICATION_NAME_BYTES && name.ends_with("é/complete"), "{name}");
+    }
+
+    #[test]
+    fn a_standby_an_old_server_and_another_encoding_are_refused() {
+        assert!(fits("h:1", "f", "140000", "UTF8").is_ok());
+        let standby = fits("h:1", "t", "150000", "UTF8").unwrap_err();
+        assert_eq!(standby.class(), Class::Transient);
+        assert!(standby.report().contains("is a standby"));
+        let old = fits("h:1", "f", "130099", "UTF8").unwrap_err();
+        assert_eq!(old.class(), Class::Failure);
+        assert!(fits("h:1", "f", "150000", "SQL_ASCII").unwrap_err().report().contains("SQL_ASCII"));
+    }
+
+    // H66, H67: ALTER ROLE ... SET must not reach our statements.
+    #[tokio::test]
+    async fn the_session_is_ours_whatever_the_role_defaults_are() {
+        let connector = connector(|_| {});
+        let client = connector.connect("poll", Session::Poll).await.unwrap();
+        for (name, value) in [
+            ("application_name", "lanebridge/test/poll"),
+            ("search_path", "pg_catalog, pg_temp"),
+            ("statement_timeout", "10s"),
+            ("lock_timeout", "5s"),
+            ("idle_session_timeout", "0"),
+            ("idle_in_transaction_session_timeout", "10s"),
+            ("TimeZone", "UTC"),
+            ("DateStyle", "ISO, YMD"),
+            ("default_transaction_isolation", "read committed"),
+            ("synchronous_commit", "on"),
+            ("row_security", "off"),
+            ("enable_seqscan", "off"),
+            ("plan_cache_mode", "force_generic_plan"),
+            ("tcp_keepalives_idle", "2"),
+            ("tcp_user_timeout", "5s"),
+        ] {
+            let found: String = client.query_one("SELECT current_setting($1)", &[&name]).await.unwrap().get(0);
+            assert_eq!(found, value, "{name}");
+        }
+        let lock = connector.connect("lock", Session::Lock).await.unwrap();
+        let sql = "SELECT current_setting('idle_in_transaction_session_timeout'), current_setting('enable_seqscan')";
+        let row = lock.query_one(sql, &[]).await.unwrap();
+        assert_eq!((row.get(0), row.get(1)), ("0", "on"));
+    }
+
+    // A session setting behind a pooler stays on a server connection that the application uses next (I6: no harm).
+    #[tokio::test]
+    async fn behind_a_pooler_settings_end_with_their_transaction() {
+        let mut client = connector(|_| {}).behind_pooler().connect("complete", Session::Poll).await.unwrap();
+        let sql = "SELECT current_setting('enable_seqscan')";
+        let transaction = client.transaction().await.unwrap();
+        assert_eq!(transaction.query_one(sql, &[]).await.unwrap().get::<_, &str>(0), "off");
+        transaction.commit().await.unwrap();
+        assert_eq!(client.query_one(sql, &[]).await.unwrap().get::<_, &str>(0), "on");
+    }
+
+    #[tokio::test]
+    async fn a_direct_way_is_no_pooler() {
+        connector(|_| {}).direct().detect_pooler().await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn one_session_behind_two_connections_is_a_pooler() {
+        let one = connector(|_| {}).connect("probe", Session::Probe).await.unwrap();
+        assert!(sessions_are_shared(&one, &one).await.unwrap());
+    }
+
+    #[tokio::test]
+    async fn nobody_listens_names_host_port_and_step() {
+        let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let url = Secret::new(format!("postgres://u:canary@127.0.0.1:{free}/d"));
+        let error = connector(|p| p.url = url).connect("cli", Session::Work).await.unwrap_err();
+        assert_eq!(error.class(), Class::Transient);
+        assert!(error.report().starts_with(&format!("connect to 127.0.0.1:{free}: ")), "{error:?}");
+        assert!(!error.report().contains("canary"), "{error:?}");
+    }
+
+    #[tokio::test]
+    async fn a_name_that_does_not_resolve_is_named() {
+        let url = Secret::new("postgres://u:canary@no-such-host.invalid:1/d");
+        let error = connector(|p| p.url = url).connect("cli", Session::Work).await.unwrap_err();
+        assert_eq!(error.class(), Class::Transient);
+        assert!(error.report().starts_with("resolve \"no-such-host.invalid\""), "{error:?}");
+    }
+
+    // A blackhole: the kernel accepts, nobody answers.
+    #[tokio::test]
+    async fn silence_ends_by_the_connect_timeout_and_names_the_step() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        for (query, step) in [("sslmode=disable", "authenticate at"), ("sslmode=verify-full", "agree on TLS with")] {
+            let connector = connector(|p| {
+                p.url = Secret::new(format!("postgres://u@{address}/d?{query}"));
+                p.connect_timeout = Duration::from_millis(100);
+            });
+            let error = connector.connect("cli", Session::Work).await.unwrap_err();
+            assert_eq!(error.class(), Class::Transient);
+            assert!(error.report().starts_with(&format!("{step} {address}")), "{error:?}");
+            assert!(error.report().contains("no answer within 100ms"), "{error:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn the_next_host_is_tried_when_one_is_down() {
+        let target = target(&test_postgres().url).unwrap();
+        let (host, port) = &target.hosts[0];
+        let url = Secret::new(format!("postgres://{}@127.0.0.1:1,{host}:{port}/{}", target.user, target.dbname));
+        connector(|p| p.url = url).connect("cli", Session::Work).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_missing_database_is_a_matter_of_configuration() {
+        let mut target = target(&test_postgres().url).unwrap();
+        target.dbname = "no_such_database".into();
+        let (host, port) = &target.hosts[0];
+        let url = Secret::new(format!("postgres://{}@{host}:{port}/no_such_database", target.user));
+        let error = connector(|p| p.url = url).connect("cli", Session::Work).await.unwrap_err();
+        assert_eq!(super::super::sqlstate(&error), Some("3D000"));
+        assert_eq!(error.class(), Class::Config);
+    }
+
+    #[tokio::test]
+    async fn a_password_with_special_characters_works_from_url_and_file() {
+        let encoded = "scram_user:p%40ss%3Aw%2Frd%231";
+        let client = connector(|p| p.url = url(encoded, "127.0.0.1", "sslmode=disable"));
+        client.connect("cli", Session::Work).await.unwrap();
+
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let connector = connector(|p| {
+            p.url = url("scram_user", "127.0.0.1", "sslmode=disable");
+            p.password_file = Some(file.path().to_owned());
+        });
+        std::fs::write(file.path(), "p@ss:w/rd#1\n").unwrap();
+        connector.connect("cli", Session::Work).await.unwrap();
+        // Rotated while we run: the same connector reads it again.
+        std::fs::write(file.path(), "canary\n").unwrap();
+        let error = connector.connect("cli", Session::Work).await.unwrap_err();
+        assert_eq!(super::super::sqlstate(&error), Some("28P01"));
+        assert_eq!(error.class(), Class::Config);
+        assert!(error.report().starts_with("authenticate at 127.0.0.1:"), "{error:?}");
+        assert!(!error.report().contains("canary"), "{error:?}");
+    }
+
+    #[tokio::test]
+    async fn no_password_where_one_is_asked_for_is_a_matter_of_configuration() {
+        let connector = connector(|p| p.url = url("scram_user", "127.0.0.1", "sslmode=disable"));
+        let error = connector.connect("cli", Session::Work).await.unwrap_err();
+        assert_eq!(error.class(), Class::Config);
+        assert!(error.report().contains("hint: no password is configured"), "{error:?}");
+    }
+
+    #[tokio::test]
+    async fn verify_full_encrypts_and_carries_scram_with_channel_binding() {
+        let encoded = "scram_user:p%40ss%3Aw%2Frd%231";
+        let connector = connector(|p| p.url = url(encoded, "localhost", &verified("verify-full", &tls_ca())));
+        let client = connector.connect("cli", Session::Work).await.unwrap();
+        assert!(is_encrypted(&client).await);
+    }
+
+    #[tokio::test]
+    async fn an_unknown_ca_is_refused_in_every_mode() {
+        for mode in ["verify-full", "verify-ca"] {
+            // Mozilla's roots did not sign the test server's certificate.
+            let connector = connector(|p| p.url = url("postgres", "localhost", &format!("sslmode={mode}")));
+            let error = connector.connect("cli", Session::Work).await.unwrap_err();
+            assert_eq!(error.class(), Class::Failure, "{error:?}");
+            assert!(error.report().starts_with("agree on TLS with localhost:"), "{error:?}");
+            assert!(error.report().contains("UnknownIssuer"), "{error:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn verify_ca_ignores_the_name_and_verify_full_does_not() {
+        // A way to the server whose name its certificate does not hold.
+        let target = target(&test_postgres().url).unwrap();
+        let listener = tokio::net::TcpListener::bind("127.0.0.2:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        tokio::spawn(async move {
+            while let Ok((mut client, _)) = listener.accept().await {
+                let (host, port) = target.hosts[0].clone();
+                tokio::spawn(async move {
+                    let mut server = tokio::net::TcpStream::connect((host, port)).await.unwrap();
+                    tokio::io::copy_bidirectional(&mut client, &mut server).await
+                });
+            }
+        });
+        let url = |mode: &str| {
+            let by_name = url("postgres", "127.0.0.2", &verified(mode, &tls_ca())).expose().to_owned();
+            let (head, tail) = by_name.split_once("127.0.0.2:").unwrap();
+            Secret::new(format!("{head}127.0.0.2:{port}{}", &tail[tail.find('/').unwrap()..]))
+        };
+        let strict = connector(|p| p.url = url("verify-full"));
+        let error = strict.connect("cli", Session::Work).await.unwrap_err();
+        assert!(error.report().contains("not valid for name"), "{error:?}");
+        let chain_only = connector(|p| p.url = url("verify-ca"));
+        let client = chain_only.connect("cli", Session::Work).await.unwrap();
+        assert!(is_encrypted(&client).await);
+    }
+}
