@@ -250,7 +250,7 @@ impl Guard {
             Ok(Err(error)) if error.is_closed() => Err(self.lost("connection closed")),
             Ok(Err(error)) => Err(failure(format!("Postgres at {}", self.server), error)),
             Err(_) => {
-                let _ = self.reason.set(format!("no answer within {deadline:?}"));
+                self.reason.get_or_init(|| format!("no answer within {deadline:?}"));
                 self.close();
                 Err(self.lost("connection closed by its deadline"))
             }
@@ -289,7 +289,7 @@ async fn drive<S, T>(
             Ok(_) => {}
             Err(error) => {
                 // Set before the connection is dropped, so that the calls it fails can say why.
-                let _ = reason.set(match error.as_db_error() {
+                reason.get_or_init(|| match error.as_db_error() {
                     Some(answer) => format!("{} (SQLSTATE {})", answer.message(), answer.code().code()),
                     None => failure("read from the server".to_owned(), error).report(),
                 });

@@ -514,7 +514,7 @@ mod tests {
             ("enable_seqscan", "off"),
             ("plan_cache_mode", "force_generic_plan"),
             ("tcp_keepalives_idle", "2"),
-            ("tcp_user_timeout", "5s"),
+            ("tcp_user_timeout", "5000"),
         ] {
             let found: String = client.query_one("SELECT current_setting($1)", &[&name]).await.unwrap().get(0);
             assert_eq!(found, value, "{name}");

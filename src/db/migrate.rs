@@ -24,8 +24,8 @@ const FIRST_WAIT: Duration = Duration::from_millis(250);
 const LONGEST_WAIT: Duration = Duration::from_secs(4);
 /// Longest time for one file; the server's limit is the same.
 const FILE_DEADLINE: Duration = Duration::from_secs(600);
-/// First half of the advisory lock's key: "lbmg". The second half is a hash of schema and prefix, so that
-/// installations that share a database do not wait for each other.
+/// First half of the advisory lock's key: "lbmg". The second half is a hash of the schema, without the prefix: two
+/// prefixes of one schema would otherwise race for CREATE SCHEMA, which IF NOT EXISTS does not prevent.
 const LOCK_CLASS: i32 = 0x6c62_6d67;
 
 const SETTINGS: &str = "SET LOCAL lock_timeout = '5s'; SET LOCAL statement_timeout = '10min'; \
@@ -328,9 +328,7 @@ fn create_schema(names: &Names) -> String {
 }
 
 fn lock_key(names: &Names) -> i32 {
-    // Length first, so that no two pairs of names read the same.
-    let text = format!("{}:{}{}", names.schema().len(), names.schema(), names.prefix());
-    let hash = fnv1a(text.as_bytes());
+    let hash = fnv1a(names.schema().as_bytes());
     // Folded to the 32 bits that the lock has left.
     ((hash >> 32) ^ hash) as u32 as i32
 }
@@ -360,4 +358,212 @@ async fn blockers(client: &Client, names: &Names) -> Result<String> {
 
 fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::super::{Connector, Session, test_postgres};
+    use super::*;
+    use crate::config;
+    use crate::error::Class;
+
+    const FIRST: Migration = Migration {
+        version: 1,
+        name: "things",
+        sql: "CREATE TABLE {schema}.{p}things (id bigint PRIMARY KEY, text text DEFAULT '{schema_text}.{p_text}');",
+    };
+    const SECOND: Migration =
+        Migration { version: 2, name: "more", sql: "ALTER TABLE {schema}.{p}things ADD COLUMN more text;\n" };
+    const BROKEN: Migration = Migration { version: 2, name: "broken", sql: "CREATE TABLE {schema}.{p}x (a nonsense);" };
+    const ONE: &[Migration] = &[FIRST];
+    const TWO: &[Migration] = &[FIRST, SECOND];
+
+    /// A schema of this test alone, dropped when it ends.
+    struct Schema {
+        names: Names,
+        postgres: config::Postgres,
+    }
+
+    impl Schema {
+        fn new() -> Self {
+            let postgres =
+                config::Postgres { schema: format!("test_{}", uuid::Uuid::new_v4().simple()), ..test_postgres() };
+            Self { names: Names::new(&postgres), postgres }
+        }
+
+        async fn connect(&self) -> Client {
+            Connector::new(&self.postgres, "test").unwrap().connect("test", Session::Work).await.unwrap()
+        }
+
+        fn with_prefix(&self, prefix: &str) -> Names {
+            Names::new(&config::Postgres { table_prefix: prefix.into(), ..self.postgres.clone() })
+        }
+
+        async fn drop(self) {
+            let sql = self.names.render("DROP SCHEMA IF EXISTS {schema} CASCADE");
+            self.connect().await.batch_execute(&sql).await.unwrap();
+        }
+    }
+
+    fn versions(applied: &[&Migration]) -> Vec<u32> {
+        applied.iter().map(|migration| migration.version).collect()
+    }
+
+    fn row(migration: Migration) -> Row {
+        Row { version: migration.version, name: migration.name.into(), checksum: migration.checksum() }
+    }
+
+    #[test]
+    fn what_is_missing_is_the_rest_and_a_gap_is_refused() {
+        assert_eq!(versions(&missing(&[], TWO).unwrap()), [1, 2]);
+        assert_eq!(versions(&missing(&[row(FIRST)], TWO).unwrap()), [2]);
+        assert!(missing(&[row(FIRST), row(SECOND)], TWO).unwrap().is_empty());
+        assert!(missing(&[row(SECOND)], TWO).unwrap_err().report().contains("lacks version 1"));
+        let newer = missing(&[row(FIRST), row(SECOND)], ONE).unwrap_err();
+        assert!(newer.report().contains("it is at version 2, this binary knows 1"), "{newer:?}");
+        let changed = Row { checksum: "0".into(), ..row(FIRST) };
+        assert!(missing(&[changed], TWO).unwrap_err().report().contains("(things) was applied with another text"));
+    }
+
+    #[test]
+    fn the_checksum_is_the_published_fnv_1a() {
+        // Source: the FNV reference, test vectors for "" and "foobar".
+        assert_eq!(fnv1a(b""), 0xcbf2_9ce4_8422_2325);
+        assert_eq!(fnv1a(b"foobar"), 0x8594_4171_f739_67e8);
+    }
+
+    #[test]
+    fn the_released_migrations_count_up_from_one() {
+        for (index, migration) in MIGRATIONS.iter().enumerate() {
+            assert_eq!(migration.version as usize, index + 1, "{}", migration.name);
+        }
+    }
+
+    #[tokio::test]
+    async fn migrate_applies_once_then_only_what_is_new() {
+        let schema = Schema::new();
+        let mut client = schema.connect().await;
+        let names = &schema.names;
+        let error = require_current(&client, names, ONE).await.unwrap_err();
+        assert!(error.report().contains("it is at version 0, this binary needs 1; hint: run `lanebridge migrate`"));
+        assert_eq!(versions(&migrate(&mut client, names, ONE).await.unwrap()), [1]);
+        assert!(migrate(&mut client, names, ONE).await.unwrap().is_empty());
+        require_current(&client, names, ONE).await.unwrap();
+        assert_eq!(versions(&migrate(&mut client, names, TWO).await.unwrap()), [2]);
+        let text: String = client
+            .query_one(&names.render("INSERT INTO {schema}.{p}things VALUES (1) RETURNING text"), &[])
+            .await
+            .unwrap()
+            .get(0);
+        assert_eq!(text, format!("{}.", names.schema()));
+        let error = migrate(&mut client, names, ONE).await.unwrap_err();
+        assert_eq!(error.class(), Class::Failure);
+        assert!(error.report().contains("it is at version 2, this binary knows 1"), "{error:?}");
+        schema.drop().await;
+    }
+
+    // I1: a session that holds the migration lock, or a table of the schema, must not stop the start of a bridge.
+    #[tokio::test]
+    async fn a_current_schema_waits_for_no_lock() {
+        let schema = Schema::new();
+        let mut client = schema.connect().await;
+        migrate(&mut client, &schema.names, TWO).await.unwrap();
+        let mut holder = schema.connect().await;
+        let held = holder.transaction().await.unwrap();
+        held.batch_execute(&lock(&schema.names)).await.unwrap();
+        let waited = std::time::Instant::now();
+        assert!(migrate(&mut client, &schema.names, TWO).await.unwrap().is_empty());
+        assert!(waited.elapsed() < Duration::from_secs(3));
+        held.rollback().await.unwrap();
+        schema.drop().await;
+    }
+
+    // I2.
+    #[tokio::test]
+    async fn racing_processes_apply_each_file_once() {
+        let schema = Schema::new();
+        let (plain, prefixed) = (schema.names.clone(), schema.with_prefix("b_"));
+        let race = (0..16).map(|racer| {
+            let names = if racer % 2 == 0 { plain.clone() } else { prefixed.clone() };
+            let connect = Connector::new(&schema.postgres, "test").unwrap();
+            tokio::spawn(async move {
+                let mut client = connect.connect("test", Session::Work).await.unwrap();
+                let applied = versions(&migrate(&mut client, &names, TWO).await.unwrap());
+                (names.prefix().to_owned(), applied)
+            })
+        });
+        let mut winners = HashSet::new();
+        for racer in race.collect::<Vec<_>>() {
+            let (prefix, applied) = racer.await.unwrap();
+            if !applied.is_empty() {
+                assert_eq!(applied, [1, 2]);
+                assert!(winners.insert(prefix.clone()), "\"{prefix}\" was migrated twice");
+            }
+        }
+        assert_eq!(winners.len(), 2);
+        schema.drop().await;
+    }
+
+    #[tokio::test]
+    async fn a_file_that_fails_leaves_nothing_behind_and_is_named() {
+        const HALF: &[Migration] = &[FIRST, BROKEN];
+        let schema = Schema::new();
+        let mut client = schema.connect().await;
+        let error = migrate(&mut client, &schema.names, HALF).await.unwrap_err();
+        assert!(error.report().contains("apply migration 2 (broken)"), "{error:?}");
+        assert_eq!(sqlstate(&error), Some("42704"));
+        assert!(read(&client, &schema.names).await.unwrap().is_empty());
+        assert_eq!(versions(&migrate(&mut client, &schema.names, TWO).await.unwrap()), [1, 2]);
+        schema.drop().await;
+    }
+
+    #[tokio::test]
+    async fn a_changed_file_is_refused_and_shown() {
+        const EDITED: &[Migration] = &[Migration { sql: "SELECT 1;", ..FIRST }, SECOND];
+        let schema = Schema::new();
+        let mut client = schema.connect().await;
+        migrate(&mut client, &schema.names, ONE).await.unwrap();
+        let error = migrate(&mut client, &schema.names, EDITED).await.unwrap_err();
+        assert_eq!(error.class(), Class::Failure);
+        assert!(error.report().contains("migration 1 (things) was applied with another text"), "{error:?}");
+        let status = status(&client, &schema.names, EDITED).await.unwrap();
+        assert_eq!(status.iter().map(|s| s.state).collect::<Vec<_>>(), [State::Changed, State::Pending]);
+        schema.drop().await;
+    }
+
+    #[tokio::test]
+    async fn the_printed_script_leaves_a_current_schema_and_fails_as_a_whole_the_second_time() {
+        let schema = Schema::new();
+        let mut client = schema.connect().await;
+        let script = print(&schema.names, TWO);
+        client.batch_execute(&script).await.unwrap();
+        assert!(migrate(&mut client, &schema.names, TWO).await.unwrap().is_empty());
+        let states = status(&client, &schema.names, TWO).await.unwrap();
+        assert!(states.iter().all(|status| status.state == State::Applied), "{states:?}");
+        let again = client.batch_execute(&script).await.unwrap_err();
+        assert_eq!(sqlstate(&again), Some("23505"));
+        schema.drop().await;
+    }
+
+    // H106. The table's holder outlasts one attempt, so the second one must succeed.
+    #[tokio::test]
+    async fn a_lock_that_is_held_is_tried_again() {
+        let schema = Schema::new();
+        let mut client = schema.connect().await;
+        migrate(&mut client, &schema.names, ONE).await.unwrap();
+        let mut holder = schema.connect().await;
+        let held = holder.transaction().await.unwrap();
+        held.batch_execute(&schema.names.render("SELECT FROM {schema}.{p}things")).await.unwrap();
+        let error = apply(&mut client, &schema.names, TWO).await.unwrap_err();
+        assert_eq!(sqlstate(&error), Some("55P03"));
+        let hint = blockers(&client, &schema.names).await.unwrap();
+        assert!(hint.contains("lanebridge/test/test, idle in transaction"), "{hint}");
+        let names = schema.names.clone();
+        let migration = tokio::spawn(async move { migrate(&mut client, &names, TWO).await.map(|a| versions(&a)) });
+        held.rollback().await.unwrap();
+        assert_eq!(migration.await.unwrap().unwrap(), [2]);
+        schema.drop().await;
+    }
 }
