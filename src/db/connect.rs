@@ -494,10 +494,27 @@ mod tests {
         assert!(fits("h:1", "f", "150000", "SQL_ASCII").unwrap_err().report().contains("SQL_ASCII"));
     }
 
-    // H66, H67: ALTER ROLE ... SET must not reach our statements.
+    // H66, H67, H99: what an ALTER ROLE ... SET says must not reach our statements.
     #[tokio::test]
     async fn the_session_is_ours_whatever_the_role_defaults_are() {
-        let connector = connector(|_| {});
+        let admin = connector(|_| {}).connect("cli", Session::Work).await.unwrap();
+        let role = format!("test_{}", uuid::Uuid::new_v4().simple());
+        let hostile = [
+            "search_path = public",
+            "statement_timeout = '1s'",
+            "lock_timeout = '1s'",
+            "idle_session_timeout = '1s'",
+            "default_transaction_isolation = serializable",
+            "default_transaction_read_only = on",
+            "synchronous_commit = off",
+            "datestyle = 'SQL, DMY'",
+            "timezone = 'Asia/Kolkata'",
+            "standard_conforming_strings = off",
+            "bytea_output = escape",
+        ];
+        let alter = hostile.map(|setting| format!("ALTER ROLE {role} SET {setting};")).concat();
+        admin.batch_execute(&format!("CREATE ROLE {role} LOGIN; {alter}")).await.unwrap();
+        let connector = connector(|p| p.url = url(&role, "127.0.0.1", "sslmode=disable"));
         let client = connector.connect("poll", Session::Poll).await.unwrap();
         for (name, value) in [
             ("application_name", "lanebridge/test/poll"),
@@ -523,6 +540,7 @@ mod tests {
         let sql = "SELECT current_setting('idle_in_transaction_session_timeout'), current_setting('enable_seqscan')";
         let row = lock.query_one(sql, &[]).await.unwrap();
         assert_eq!((row.get(0), row.get(1)), ("0", "on"));
+        admin.batch_execute(&format!("DROP ROLE {role}")).await.unwrap();
     }
 
     // A session setting behind a pooler stays on a server connection that the application uses next (I6: no harm).
