@@ -1,9 +1,8 @@
 //! Connections: from the configured URL to a session on a writable primary whose every setting is ours.
 //!
 //! I1: the whole of one attempt (resolve, connect, TLS, authenticate, set up) ends within `connect_timeout` per address.
-//! I2: a standby, a server older than 14 and a database that is not UTF-8 are refused (H16, B37).
-//! I3: no role or database default reaches our statements (H66, H67, H99); the settings below win.
-//! I4: a vanished peer is noticed within seconds by both ends (H46).
+//! I2: the session that comes back fits, and its settings are ours (`session.rs`).
+//! I3: a vanished peer is noticed within seconds by both ends (H46).
 //!
 //! It never retries: the caller knows whether a retry makes sense, by the error's class.
 
@@ -14,17 +13,15 @@ use std::time::Duration;
 
 use tokio::net::lookup_host;
 use tokio::time::{Instant, timeout_at};
-use tokio_postgres::SimpleQueryMessage;
 use tokio_postgres_rustls::MakeRustlsConnect;
 
 use super::client::Client;
 use super::failure::failure;
+use super::session::{Session, check_server, sessions_are_shared, settings, settings_sql};
 use super::tls::{Progress, Step, Watched, client_config};
 use crate::config::{self, Secret};
 use crate::error::{Class, Error, Result};
 
-/// PostgreSQL 14, the oldest whose settings and functions we rely on.
-const OLDEST_SERVER: u32 = 140_000;
 /// Silence before the first TCP keepalive probe. With the next two, a peer that vanished is noticed after 5 s; the
 /// defaults of the operating system take 2 hours, and locks stay held that long (H46).
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(2);
@@ -36,23 +33,6 @@ const TCP_USER_TIMEOUT: Duration = Duration::from_secs(5);
 const GRACE: Duration = Duration::from_secs(1);
 /// NAMEDATALEN - 1: the server cuts `application_name` here.
 const APPLICATION_NAME_BYTES: usize = 63;
-
-/// What the server is, asked before anything is set. Simple protocol: it must also pass through a pooler.
-const ASK_SERVER: &str = "SELECT pg_catalog.pg_is_in_recovery(), pg_catalog.current_setting('server_version_num'), \
-     pg_catalog.current_setting('server_encoding')";
-
-/// What a session is for; decides its settings.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Session {
-    /// Short transactions: completion, janitor, CLI.
-    Work,
-    /// Reads of the queue tables, whose statistics are always wrong.
-    Poll,
-    /// Holds session locks or listens; may idle for ever.
-    Lock,
-    /// Sets nothing, so that it harms no one if a pooler turns out to be in between.
-    Probe,
-}
 
 /// Opens sessions; cheap to clone.
 #[derive(Clone, Debug)]
@@ -301,71 +281,6 @@ impl Connector {
     }
 }
 
-async fn sessions_are_shared(one: &Client, two: &Client) -> Result<bool> {
-    let pid = async |client: &Client| ask(client, "SELECT pg_catalog.pg_backend_pid()").await;
-    let (first, second) = (pid(one).await?, pid(two).await?);
-    if first == second {
-        return Ok(true);
-    }
-    let mark: u64 = rand::random();
-    ask(one, &format!("SELECT pg_catalog.set_config('lanebridge.probe', '{mark}', false)")).await?;
-    ask(two, "SELECT pg_catalog.set_config('lanebridge.probe', 'two', false)").await?;
-    for _ in 0..3 {
-        let read = ask(one, "SELECT pg_catalog.current_setting('lanebridge.probe', true)").await?;
-        if read != mark.to_string() || pid(one).await? != first || pid(two).await? != second {
-            return Ok(true);
-        }
-    }
-    // A random key: if a pooler keeps this lock after we left, it stands in nobody's way.
-    let key = format!("({}, {})", rand::random::<i32>(), rand::random::<i32>());
-    let locked = ask(one, &format!("SELECT pg_catalog.pg_try_advisory_lock{key}")).await?;
-    let locked_twice = ask(two, &format!("SELECT pg_catalog.pg_try_advisory_lock{key}")).await?;
-    ask(one, &format!("SELECT pg_catalog.pg_advisory_unlock{key}")).await?;
-    Ok(locked != "t" || locked_twice != "f")
-}
-
-/// The first column of the first row, by the simple protocol; empty for NULL or no row.
-async fn ask(client: &Client, sql: &str) -> Result<String> {
-    Ok(ask_row(client, sql).await?.into_iter().next().unwrap_or_default())
-}
-
-async fn ask_row(client: &Client, sql: &str) -> Result<Vec<String>> {
-    let answer = client.run(client.raw().simple_query(sql)).await?;
-    let row = answer.into_iter().find_map(|message| match message {
-        SimpleQueryMessage::Row(row) => Some(row),
-        _ => None,
-    });
-    let Some(row) = row else { return Ok(Vec::new()) };
-    Ok((0..row.len()).map(|column| row.get(column).unwrap_or_default().to_owned()).collect())
-}
-
-async fn check_server(client: &Client, server: &str) -> Result<()> {
-    let row = ask_row(client, ASK_SERVER).await?;
-    let [recovery, version, encoding] = row.as_slice() else {
-        return Err(Error::new(format!("Postgres at {server} did not say what it is")));
-    };
-    fits(server, recovery, version, encoding)
-}
-
-/// I2.
-fn fits(server: &str, recovery: &str, version: &str, encoding: &str) -> Result<()> {
-    if recovery != "f" {
-        return Err(Error::transient(format!("Postgres at {server} is a standby, which cannot be written to"))
-            .hint("point the URL at the primary, or list all hosts: the one that is primary is taken"));
-    }
-    if version.parse::<u32>().unwrap_or(0) < OLDEST_SERVER {
-        return Err(Error::new(format!("Postgres at {server} has server_version_num {version}, too old"))
-            .hint("PostgreSQL 14 or newer is needed"));
-    }
-    if encoding != "UTF8" {
-        return Err(Error::new(format!(
-            "the database at {server} is encoded in {encoding}: keys and payloads could change on their way"
-        ))
-        .hint("create a database with ENCODING 'UTF8' and publish there"));
-    }
-    Ok(())
-}
-
 fn explain(step: Step, what: String, source: tokio_postgres::Error, has_password: bool) -> Error {
     let is_database_answer = source.as_db_error().is_some();
     // The client library's own refusals (no password to send, a method it does not speak) are no I/O.
@@ -395,54 +310,6 @@ fn application_name(bridge: &str, purpose: &str) -> String {
     let room = APPLICATION_NAME_BYTES.saturating_sub("lanebridge//".len() + purpose.len());
     let end = (0..=room.min(bridge.len())).rev().find(|&end| bridge.is_char_boundary(end)).unwrap_or(0);
     format!("lanebridge/{}/{purpose}", &bridge[..end])
-}
-
-fn settings_sql(set: &str, settings: &[(&'static str, String)]) -> String {
-    settings.iter().map(|(name, value)| format!("{set} {name} = {value};")).collect()
-}
-
-/// Every setting our statements rely on, values as SQL. A role's or a database's own defaults must never decide (I3).
-fn settings(session: Session, statement_timeout: Duration) -> Vec<(&'static str, String)> {
-    if session == Session::Probe {
-        return Vec::new();
-    }
-    let statement_timeout = format!("'{}ms'", statement_timeout.as_millis().max(1));
-    // A frozen bridge must not hold row locks for ever; a lock session never sits in a transaction (H49).
-    let idle_in_transaction = if session == Session::Lock { "0".to_owned() } else { statement_timeout.clone() };
-    let mut settings: Vec<(&'static str, String)> =
-        vec![("statement_timeout", statement_timeout), ("idle_in_transaction_session_timeout", idle_in_transaction)];
-    let fixed = [
-        ("lock_timeout", "'5s'"),
-        ("idle_session_timeout", "0"),
-        ("default_transaction_isolation", "'read committed'"),
-        ("default_transaction_read_only", "off"),
-        // Every name in our SQL is qualified; a temporary schema that is not named would be searched first (H99).
-        ("search_path", "pg_catalog, pg_temp"),
-        // Row-level security that would hide deliveries is an error instead (silence would be loss).
-        ("row_security", "off"),
-        ("timezone", "'UTC'"),
-        ("client_encoding", "'UTF8'"),
-        ("bytea_output", "'hex'"),
-        ("datestyle", "'ISO, YMD'"),
-        ("standard_conforming_strings", "on"),
-        // A role default of off would let a completion, or a fence, be lost in a crash.
-        ("synchronous_commit", "on"),
-        ("jit", "off"),
-        ("tcp_keepalives_idle", "2"),
-        ("tcp_keepalives_interval", "1"),
-        ("tcp_keepalives_count", "3"),
-        ("tcp_user_timeout", "5000"),
-    ];
-    settings.extend(fixed.map(|(name, value)| (name, value.to_owned())));
-    if session == Session::Poll {
-        // The queue tables are empty when analysed and full when read, or the other way round; only the plan along
-        // the primary key is right at every size.
-        for name in ["enable_seqscan", "enable_hashjoin", "enable_mergejoin", "enable_bitmapscan"] {
-            settings.push((name, "off".to_owned()));
-        }
-        settings.push(("plan_cache_mode", "force_generic_plan".to_owned()));
-    }
-    settings
 }
 
 #[cfg(test)]
@@ -483,86 +350,45 @@ mod tests {
         assert!(name.len() <= APPLICATION_NAME_BYTES && name.ends_with("é/complete"), "{name}");
     }
 
-    #[test]
-    fn a_standby_an_old_server_and_another_encoding_are_refused() {
-        assert!(fits("h:1", "f", "140000", "UTF8").is_ok());
-        let standby = fits("h:1", "t", "150000", "UTF8").unwrap_err();
-        assert_eq!(standby.class(), Class::Transient);
-        assert!(standby.report().contains("is a standby"));
-        let old = fits("h:1", "f", "130099", "UTF8").unwrap_err();
-        assert_eq!(old.class(), Class::Failure);
-        assert!(fits("h:1", "f", "150000", "SQL_ASCII").unwrap_err().report().contains("SQL_ASCII"));
-    }
-
-    // H66, H67, H99: what an ALTER ROLE ... SET says must not reach our statements.
-    #[tokio::test]
-    async fn the_session_is_ours_whatever_the_role_defaults_are() {
-        let admin = connector(|_| {}).connect("cli", Session::Work).await.unwrap();
-        let role = format!("test_{}", uuid::Uuid::new_v4().simple());
-        let hostile = [
-            "search_path = public",
-            "statement_timeout = '1s'",
-            "lock_timeout = '1s'",
-            "idle_session_timeout = '1s'",
-            "default_transaction_isolation = serializable",
-            "default_transaction_read_only = on",
-            "synchronous_commit = off",
-            "datestyle = 'SQL, DMY'",
-            "timezone = 'Asia/Kolkata'",
-            "standard_conforming_strings = off",
-            "bytea_output = escape",
-        ];
-        let alter = hostile.map(|setting| format!("ALTER ROLE {role} SET {setting};")).concat();
-        admin.batch_execute(&format!("CREATE ROLE {role} LOGIN; {alter}")).await.unwrap();
-        let connector = connector(|p| p.url = url(&role, "127.0.0.1", "sslmode=disable"));
-        let client = connector.connect("poll", Session::Poll).await.unwrap();
-        for (name, value) in [
-            ("application_name", "lanebridge/test/poll"),
-            ("search_path", "pg_catalog, pg_temp"),
-            ("statement_timeout", "10s"),
-            ("lock_timeout", "5s"),
-            ("idle_session_timeout", "0"),
-            ("idle_in_transaction_session_timeout", "10s"),
-            ("TimeZone", "UTC"),
-            ("DateStyle", "ISO, YMD"),
-            ("default_transaction_isolation", "read committed"),
-            ("synchronous_commit", "on"),
-            ("row_security", "off"),
-            ("enable_seqscan", "off"),
-            ("plan_cache_mode", "force_generic_plan"),
-            ("tcp_keepalives_idle", "2"),
-            ("tcp_user_timeout", "5000"),
-        ] {
-            let found: String = client.query_one("SELECT current_setting($1)", &[&name]).await.unwrap().get(0);
-            assert_eq!(found, value, "{name}");
-        }
-        let lock = connector.connect("lock", Session::Lock).await.unwrap();
-        let sql = "SELECT current_setting('idle_in_transaction_session_timeout'), current_setting('enable_seqscan')";
-        let row = lock.query_one(sql, &[]).await.unwrap();
-        assert_eq!((row.get(0), row.get(1)), ("0", "on"));
-        admin.batch_execute(&format!("DROP ROLE {role}")).await.unwrap();
-    }
-
-    // A session setting behind a pooler stays on a server connection that the application uses next (I6: no harm).
-    #[tokio::test]
-    async fn behind_a_pooler_settings_end_with_their_transaction() {
-        let mut client = connector(|_| {}).behind_pooler().connect("complete", Session::Poll).await.unwrap();
-        let sql = "SELECT current_setting('enable_seqscan')";
-        let transaction = client.transaction().await.unwrap();
-        assert_eq!(transaction.query_one(sql, &[]).await.unwrap().get::<_, &str>(0), "off");
-        transaction.commit().await.unwrap();
-        assert_eq!(client.query_one(sql, &[]).await.unwrap().get::<_, &str>(0), "on");
-    }
-
     #[tokio::test]
     async fn a_direct_way_is_no_pooler() {
         connector(|_| {}).direct().detect_pooler().await.unwrap();
     }
 
+    // H48, with the real one in transaction mode: two bridges both got the lock.
     #[tokio::test]
-    async fn one_session_behind_two_connections_is_a_pooler() {
-        let one = connector(|_| {}).connect("probe", Session::Probe).await.unwrap();
-        assert!(sessions_are_shared(&one, &one).await.unwrap());
+    #[ignore = "needs PgBouncer in transaction mode at LB_PGBOUNCER_URL"]
+    async fn pgbouncer_in_transaction_mode_is_found_and_left_clean() {
+        let url = Secret::new(std::env::var("LB_PGBOUNCER_URL").unwrap());
+        let pooled = connector(|p| p.url = url);
+        let error = pooled.detect_pooler().await.unwrap_err();
+        assert_eq!(error.class(), Class::Failure);
+        assert!(error.report().contains("hint: set direct_url"), "{error:?}");
+
+        let mut client = pooled.behind_pooler().connect("complete", Session::Poll).await.unwrap();
+        for _ in 0..10 {
+            let transaction = client.transaction().await.unwrap();
+            transaction.query_one("SELECT 1", &[]).await.unwrap();
+            transaction.commit().await.unwrap();
+        }
+        let other = pooled.connect("cli", Session::Probe).await.unwrap();
+        assert_eq!(super::super::session::ask(&other, "SHOW enable_seqscan").await.unwrap(), "on");
+    }
+
+    // H16.
+    #[tokio::test]
+    #[ignore = "needs a standby of the test server at LB_STANDBY_URL"]
+    async fn a_standby_is_refused_and_the_primary_behind_it_is_taken() {
+        let standby = std::env::var("LB_STANDBY_URL").unwrap();
+        let error = connector(|p| p.url = Secret::new(&standby)).connect("cli", Session::Work).await.unwrap_err();
+        assert_eq!(error.class(), Class::Transient);
+        assert!(error.report().contains("is a standby"), "{error:?}");
+        let target = target(&test_postgres().url).unwrap();
+        let (host, port) = &target.hosts[0];
+        let (head, dbname) = standby.rsplit_once('/').unwrap();
+        let both = format!("{head},{host}:{port}/{dbname}");
+        let client = connector(|p| p.url = Secret::new(both)).connect("cli", Session::Work).await.unwrap();
+        assert_eq!(client.server(), format!("{host}:{port}"));
     }
 
     #[tokio::test]

@@ -11,13 +11,15 @@ mod connect;
 mod failure;
 mod migrate;
 mod names;
+mod session;
 mod tls;
 
 pub use client::{Client, Transaction};
-pub use connect::{Connector, Session};
+pub use connect::Connector;
 pub use failure::sqlstate;
 pub use migrate::{MIGRATIONS, Migration, State, Status, migrate, print, require_current, status};
 pub use names::Names;
+pub use session::Session;
 
 /// The server that `scripts/services up` starts, as a configuration.
 #[cfg(test)]
