@@ -80,20 +80,29 @@ fn target(url: &Secret) -> Result<Target> {
             tokio_postgres::config::Host::Unix(path) => (path.display().to_string(), port),
         }
     });
+    let hosts: Vec<_> = hosts.collect();
     let option = |name: &str| query.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='));
     let user = config.get_user().unwrap_or("postgres").to_owned();
     Ok(Target {
-        hosts: hosts.collect(),
         dbname: config.get_dbname().unwrap_or(&user).to_owned(),
         user,
         password: config.get_password().map(|text| Secret::new(String::from_utf8_lossy(text))),
         sslmode: match option("sslmode") {
             Some("verify-full") => SslMode::VerifyFull,
             Some("verify-ca") => SslMode::VerifyCa,
-            _ => SslMode::Disable,
+            Some("disable") => SslMode::Disable,
+            // A password never leaves the machine in plain text unless the URL says so.
+            None if hosts.iter().all(|(host, _)| is_local(host)) => SslMode::Disable,
+            None => SslMode::VerifyFull,
+            Some(_) => return Err(Error::config("sslmode is none of disable, verify-ca, verify-full")),
         },
         sslrootcert: option("sslrootcert").map(PathBuf::from),
+        hosts,
     })
+}
+
+fn is_local(host: &str) -> bool {
+    host.starts_with('/') || host == "localhost" || host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback())
 }
 
 impl Connector {
@@ -132,8 +141,8 @@ impl Connector {
     }
 
     /// A session on the first host of the URL that is a writable primary. `purpose` is one word for
-    /// `application_name`, which becomes `lanebridge/<bridge>/<purpose>`. Not cancel-safe in the sense that
-    /// a dropped attempt is lost; nothing stays open.
+    /// `application_name`, which becomes `lanebridge/<bridge>/<purpose>`. Cancel-safe: a dropped
+    /// attempt leaves nothing open.
     ///
     /// # Errors
     /// Names host, port and step. Of several hosts, the first failure that a person must end, else the last one.
@@ -341,6 +350,18 @@ mod tests {
     async fn is_encrypted(client: &Client) -> bool {
         let sql = "SELECT ssl FROM pg_stat_ssl WHERE pid = pg_backend_pid()";
         client.query_one(sql, &[]).await.unwrap().get(0)
+    }
+
+    #[test]
+    fn off_this_machine_tls_is_verified_unless_the_url_says_otherwise() {
+        let mode = |url: &str| target(&Secret::new(url)).map(|target| target.sslmode);
+        for local in ["localhost", "127.0.0.1", "%2Fvar%2Frun"] {
+            assert_eq!(mode(&format!("postgres://u@{local}/d")).unwrap(), SslMode::Disable, "{local}");
+        }
+        assert_eq!(mode("postgres://u@db.example/d").unwrap(), SslMode::VerifyFull);
+        assert_eq!(mode("postgres://u@localhost,db.example/d").unwrap(), SslMode::VerifyFull);
+        assert_eq!(mode("postgres://u@db.example/d?sslmode=disable").unwrap(), SslMode::Disable);
+        assert_eq!(mode("postgres://u@db.example/d?sslmode=prefer").unwrap_err().class(), Class::Config);
     }
 
     #[test]
