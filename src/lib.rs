@@ -1,8 +1,25 @@
+//! Lanebridge carries events from Postgres to the broker a team already runs.
+//!
+//! The data path:
+//!
+//! 1. An application calls `lanebridge.publish(…)` inside its own transaction ([`publish`] is that call from Rust).
+//!    The database stores one [`event`] and, per matching handler, one [`delivery`].
+//! 2. A bridge owns lanes, each under a session advisory lock and an epoch (`lanes`).
+//! 3. A narrow poll of its lanes decides what is to be sent (`sources`).
+//! 4. Per (handler, key) the order holds without gaps in flight (`dispatch`).
+//! 5. Just before sending, one read fetches payloads and sees each delivery again (R1), and its commit is on disk (R2).
+//! 6. A sink hands it to Kafka, NATS JetStream or Redis Streams and waits for the broker's acknowledgement (`sinks`).
+//! 7. The outcome is written back in a fenced batch; every id is accounted for (`completion`).
+//!
+//! With `default-features = false` only [`publish`], [`event`], [`delivery`] and [`error`] are built.
+
 pub mod backoff;
+pub mod delivery;
+pub mod error;
+pub mod event;
+pub mod publish;
+
 #[cfg(feature = "bridge")]
 pub mod config;
 #[cfg(feature = "bridge")]
 pub mod db;
-pub mod delivery;
-pub mod error;
-pub mod event;

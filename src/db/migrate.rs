@@ -16,7 +16,11 @@ use super::names::Names;
 use crate::error::{Context, Error, Result};
 
 /// What this binary needs, oldest first. A file that was released is never edited: add one.
-pub const MIGRATIONS: &[Migration] = &[];
+pub const MIGRATIONS: &[Migration] = &[
+    Migration { version: 1, name: "tables", sql: include_str!("../../migrations/0001_tables.sql") },
+    Migration { version: 2, name: "publish", sql: include_str!("../../migrations/0002_publish.sql") },
+    Migration { version: 3, name: "bridge", sql: include_str!("../../migrations/0003_bridge.sql") },
+];
 
 /// How often a migration that ran into `lock_timeout` is tried; with the waits, about a minute.
 const ATTEMPTS: u32 = 8;
@@ -544,6 +548,21 @@ mod tests {
         assert!(states.iter().all(|status| status.state == State::Applied), "{states:?}");
         let again = client.batch_execute(&script).await.unwrap_err();
         assert_eq!(sqlstate(&again), Some("23505"));
+        schema.drop().await;
+    }
+
+    // Two installations in one schema, one in another: no name may be used without schema and prefix.
+    #[tokio::test]
+    async fn the_released_migrations_apply_under_any_names_and_as_a_script() {
+        let schema = Schema::new();
+        let mut client = schema.connect().await;
+        for names in [schema.names.clone(), schema.with_prefix("b_")] {
+            assert_eq!(migrate(&mut client, &names, MIGRATIONS).await.unwrap().len(), MIGRATIONS.len());
+            assert!(migrate(&mut client, &names, MIGRATIONS).await.unwrap().is_empty());
+        }
+        let printed = schema.with_prefix("c_");
+        client.batch_execute(&print(&printed, MIGRATIONS)).await.unwrap();
+        require_current(&client, &printed, MIGRATIONS).await.unwrap();
         schema.drop().await;
     }
 
