@@ -4,3 +4,5 @@ pub mod config;
 pub mod delivery;
 pub mod error;
 pub mod event;
+#[cfg(feature = "bridge")]
+pub mod sinks;
