@@ -20,6 +20,16 @@ pub mod event;
 pub mod publish;
 
 #[cfg(feature = "bridge")]
+mod completion;
+#[cfg(feature = "bridge")]
 pub mod config;
 #[cfg(feature = "bridge")]
 pub mod db;
+#[cfg(feature = "bridge")]
+mod dispatch;
+#[cfg(feature = "bridge")]
+mod lanes;
+#[cfg(feature = "bridge")]
+pub mod sinks;
+#[cfg(feature = "bridge")]
+mod sources;

@@ -10,14 +10,16 @@ mod kafka;
 mod nats;
 #[cfg(feature = "redis")]
 mod redis;
+#[doc(hidden)]
 pub mod scripted;
 mod stdout;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::config;
 use crate::delivery::{Failure, Outcome, Parcel};
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// A handler as a sink sees it.
 #[derive(Clone, Debug)]
@@ -64,4 +66,158 @@ pub enum Sink {
     Redis(redis::Redis),
     Stdout(stdout::Stdout),
     Scripted(scripted::Scripted),
+}
+
+impl Sink {
+    /// A client for `[sinks.NAME]`. Brokers are contacted in the background: one that is down is no error here.
+    ///
+    /// # Errors
+    /// [`Class::Config`](crate::error::Class::Config) for settings that can never work, such as a certificate that
+    /// cannot be read, and for a broker this program was built without.
+    pub async fn connect(name: &str, config: &config::Sink) -> Result<Sink> {
+        match &config.kind {
+            #[cfg(feature = "kafka")]
+            config::SinkKind::Kafka(kind) => Ok(Sink::Kafka(kafka::Kafka::connect(name, kind, config).await?)),
+            #[cfg(not(feature = "kafka"))]
+            config::SinkKind::Kafka(_) => Err(not_built(name, "kafka")),
+            #[cfg(feature = "nats")]
+            config::SinkKind::Nats(kind) => Ok(Sink::Nats(nats::Nats::connect(name, kind, config).await?)),
+            #[cfg(not(feature = "nats"))]
+            config::SinkKind::Nats(_) => Err(not_built(name, "nats")),
+            #[cfg(feature = "redis")]
+            config::SinkKind::Redis(kind) => Ok(Sink::Redis(redis::Redis::connect(name, kind, config).await?)),
+            #[cfg(not(feature = "redis"))]
+            config::SinkKind::Redis(_) => Err(not_built(name, "redis")),
+            config::SinkKind::Stdout => Ok(Sink::Stdout(stdout::Stdout::new())),
+        }
+    }
+
+    /// What is wrong or weak at the destinations of `routes`, which all name this sink; empty when all is well.
+    ///
+    /// # Errors
+    /// [`Class::Transient`](crate::error::Class::Transient) when the broker could not be asked.
+    pub async fn check(&self, routes: &[Route]) -> Result<Vec<Finding>> {
+        match self {
+            #[cfg(feature = "kafka")]
+            Sink::Kafka(sink) => sink.check(routes).await,
+            #[cfg(feature = "nats")]
+            Sink::Nats(sink) => sink.check(routes).await,
+            #[cfg(feature = "redis")]
+            Sink::Redis(sink) => sink.check(routes).await,
+            Sink::Stdout(_) => Ok(Vec::new()),
+            Sink::Scripted(sink) => sink.check(routes),
+        }
+    }
+
+    /// How many unacknowledged deliveries of one (handler, key) [`Sink::send`] may be given.
+    pub fn key_window(&self) -> KeyWindow {
+        match self {
+            #[cfg(feature = "kafka")]
+            Sink::Kafka(_) => KeyWindow::One,
+            #[cfg(feature = "nats")]
+            Sink::Nats(_) => KeyWindow::One,
+            #[cfg(feature = "redis")]
+            Sink::Redis(_) => KeyWindow::Batch,
+            Sink::Stdout(_) => KeyWindow::One,
+            Sink::Scripted(sink) => sink.key_window(),
+        }
+    }
+
+    /// One outcome for each parcel, in their order. Answers within about the sink's `send_timeout`.
+    ///
+    /// Dropping the future leaves the outcomes unknown, and the broker may still store the parcels: send them again.
+    pub async fn send(&self, route: &Route, parcels: &[Parcel]) -> Vec<Outcome> {
+        let answers = match self {
+            #[cfg(feature = "kafka")]
+            Sink::Kafka(sink) => sink.send(route, parcels).await,
+            #[cfg(feature = "nats")]
+            Sink::Nats(sink) => sink.send(route, parcels).await,
+            #[cfg(feature = "redis")]
+            Sink::Redis(sink) => sink.send(route, parcels).await,
+            Sink::Stdout(sink) => sink.send(route, parcels).await,
+            Sink::Scripted(sink) => sink.send(route, parcels).await,
+        };
+        one_each(answers, parcels.len())
+    }
+
+    /// Gives what is in flight until `deadline` (from now) to be answered, then closes the connections.
+    pub async fn close(self, deadline: Duration) {
+        match self {
+            #[cfg(feature = "kafka")]
+            Sink::Kafka(sink) => sink.close(deadline).await,
+            #[cfg(feature = "nats")]
+            Sink::Nats(sink) => sink.close(deadline).await,
+            #[cfg(feature = "redis")]
+            Sink::Redis(sink) => sink.close(deadline).await,
+            Sink::Stdout(_) | Sink::Scripted(_) => {}
+        }
+    }
+}
+
+/// A missing answer is a refusal, never an ack (I1): the caller may match outcomes to parcels by position.
+fn one_each(mut answers: Vec<Outcome>, parcels: usize) -> Vec<Outcome> {
+    answers.truncate(parcels);
+    answers.resize_with(parcels, || Outcome::Refused(Failure::new("NO_ANSWER", "no answer")));
+    answers
+}
+
+#[cfg(not(all(feature = "kafka", feature = "nats", feature = "redis")))]
+fn not_built(name: &str, feature: &str) -> crate::error::Error {
+    crate::error::Error::config(format!("[sinks.{name}] needs {feature}, which this program was built without"))
+        .hint(format!("build with --features {feature}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backoff::Retry;
+    use crate::config::{Format, Handler, OnDead, Order, Template};
+    use crate::delivery::DeliveryId;
+    use crate::event::{Event, Payload, PayloadFormat};
+
+    /// For the tests of every sink: event `e{seq}` of type `order.paid` with the payload `{"seq":SEQ}`.
+    pub(super) fn parcel(seq: i64, key: Option<&str>) -> Parcel {
+        Parcel {
+            id: DeliveryId { lane: 0, handler: 1, seq },
+            event: Arc::new(Event {
+                seq,
+                id: format!("e{seq}"),
+                kind: "order.paid".into(),
+                key: key.map(Into::into),
+                headers: Vec::new(),
+                payload: Payload { bytes: format!("{{\"seq\":{seq}}}").into_bytes(), format: PayloadFormat::Json },
+                created_at: time::OffsetDateTime::UNIX_EPOCH,
+            }),
+            generation: 0,
+        }
+    }
+
+    pub(super) fn route(handler: &str, destination: &str, format: Format) -> Route {
+        Route {
+            handler: Arc::new(Handler {
+                name: handler.into(),
+                events: Vec::new(),
+                sink: "sink".into(),
+                destination: Template::parse(destination).unwrap(),
+                format,
+                order: Order::Key,
+                on_dead: OnDead::Block,
+                retry: Retry {
+                    max_attempts: std::num::NonZeroU32::MAX,
+                    initial: Duration::from_secs(1),
+                    max: Duration::from_secs(1),
+                },
+                nats_stream: None,
+            }),
+            source: "/lanebridge/test".into(),
+        }
+    }
+
+    #[test]
+    fn a_short_answer_is_filled_with_refusals_and_a_long_one_is_cut() {
+        let short = one_each(vec![Outcome::Acked], 2);
+        assert_eq!(short[0], Outcome::Acked);
+        assert!(matches!(&short[1], Outcome::Refused(failure) if failure.code == "NO_ANSWER"));
+        assert_eq!(one_each(vec![Outcome::Acked; 3], 1), [Outcome::Acked]);
+    }
 }
