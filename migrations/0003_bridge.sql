@@ -103,20 +103,21 @@ begin
 end $$;
 
 -- Counts an attempt and holds each delivery until its delay has passed. Returns the positions that did change.
+-- p_attempts is what the caller saw: a write repeated after a lost answer changes nothing.
 create function {schema}.{p}retry(
-    p_epoch bigint, p_lanes smallint[], p_handlers integer[], p_seqs bigint[], p_delay_ms bigint[], p_codes text[],
-    p_errors text[]) returns setof integer
+    p_epoch bigint, p_lanes smallint[], p_handlers integer[], p_seqs bigint[], p_attempts smallint[],
+    p_delay_ms bigint[], p_codes text[], p_errors text[]) returns setof integer
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 begin
     perform {schema}.{p}fence(p_epoch);
     return query
     with k as (
-        select * from unnest(p_lanes, p_handlers, p_seqs, p_delay_ms, p_codes, p_errors)
-                 with ordinality k(lane, handler, seq, delay_ms, code, error, ord)
+        select * from unnest(p_lanes, p_handlers, p_seqs, p_attempts, p_delay_ms, p_codes, p_errors)
+                 with ordinality k(lane, handler, seq, attempts, delay_ms, code, error, ord)
     ), u as (
         update {schema}.{p}deliveries d
            set attempts = least(d.attempts + 1, 32767), due_at = clock_timestamp() + k.delay_ms * interval '1 millisecond'
-          from k where d.lane = k.lane and d.handler = k.handler and d.seq = k.seq
+          from k where d.lane = k.lane and d.handler = k.handler and d.seq = k.seq and d.attempts = k.attempts
         returning d.lane, d.handler, d.seq, d.attempts, k.code, k.error, k.ord
     ), f as (
         insert into {schema}.{p}failures (lane, handler, seq, attempt, outcome, code, error)

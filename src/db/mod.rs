@@ -8,6 +8,7 @@
 
 mod client;
 mod connect;
+pub(crate) mod deliveries;
 mod failure;
 mod migrate;
 mod names;

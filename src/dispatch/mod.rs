@@ -1,0 +1,479 @@
+//! THE loop: poll → order windows → confirm → sink → completion. The rules are in `plan`, `window` and `breaker`,
+//! pure; here is the I/O around them.
+//!
+//! I1: an answer that does not come (a panic, a lost task, a short list) is never an acknowledgement. I2: rows reach a
+//! sink only through [`Confirmer::confirm`]. I5: every failure here ends in a later retry; nothing waits for ever,
+//! since every database and broker call has a deadline of its own.
+
+mod breaker;
+mod link;
+mod plan;
+mod window;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rand::Rng;
+use tokio::sync::{Notify, mpsc};
+use tokio::task::{Id, JoinSet};
+use tokio_util::sync::CancellationToken;
+
+pub(crate) use link::Links;
+pub(crate) use plan::{Rules, Totals};
+
+use crate::completion::{FENCED, Missing, Outcomes};
+use crate::db;
+use crate::delivery::{Failure, Outcome};
+use crate::error::{Class, Error, Result};
+use crate::lanes::Ownership;
+use crate::sinks::{Route, Sink};
+use crate::sources::{Ask, Page, Promoted, Row, Verdict};
+use plan::{Answer, Batch, Plan};
+
+/// Wait after a failed database call before the next of its kind.
+const DATABASE_PAUSE: Duration = Duration::from_millis(250);
+/// Held deliveries promoted per poll.
+const PROMOTE: i32 = 1000;
+/// Trials that must fail before `--once` gives up on a broker.
+const ONCE_PATIENCE: Duration = Duration::from_secs(30);
+
+/// A handler with everything that a send needs.
+pub(crate) struct Outlet {
+    pub rules: Rules,
+    pub route: Route,
+    pub sink: Arc<Sink>,
+}
+
+pub(crate) struct Settings {
+    pub poll_interval: Duration,
+    pub sweep_interval: Duration,
+    pub shutdown_timeout: Duration,
+    /// Drain what is due, then end.
+    pub once: bool,
+}
+
+/// How the loop ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ended {
+    /// Everything that was in flight is settled and written.
+    Drained,
+    /// The shutdown timeout passed first; this many deliveries may be sent again.
+    Undrained(usize),
+}
+
+/// What a finished task brings back.
+enum Done {
+    Polled { asks: Vec<Ask>, all: bool, result: Result<(Vec<Promoted>, Page)> },
+    Promoted { all: bool, result: Result<Vec<Promoted>> },
+    Sent { batch: Batch, answers: Vec<Answer> },
+    Written { epoch: i64, outcomes: Outcomes, result: Result<Vec<Missing>> },
+}
+
+/// What to make of a task that panicked.
+enum Doing {
+    Poll,
+    Send(Batch),
+    Write { epoch: i64, outcomes: Outcomes },
+}
+
+/// Runs until `stop`, or with `once` until nothing is due.
+///
+/// # Errors
+/// A failure that no retry ends; the deliveries stay in the database.
+pub(crate) async fn run(
+    outlets: Vec<Outlet>,
+    links: Links,
+    settings: Settings,
+    mut ownership: mpsc::Receiver<Ownership>,
+    wake: Arc<Notify>,
+    stop: CancellationToken,
+) -> Result<(Ended, Totals)> {
+    let plan = Plan::new(outlets.iter().map(|outlet| outlet.rules.clone()).collect());
+    let mut run = Loop {
+        plan,
+        outlets: outlets.into_iter().map(|outlet| (outlet.rules.id, Arc::new(outlet))).collect(),
+        links: Arc::new(links),
+        tasks: JoinSet::new(),
+        doing: HashMap::new(),
+        polling: false,
+        writing: false,
+        woken: true,
+        pause_until: None,
+        complete_rounds: 0,
+        none_free: None,
+        sick_since: None,
+    };
+    let mut poll_tick = tokio::time::interval(settings.poll_interval);
+    poll_tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut sweep_tick = tokio::time::interval(settings.sweep_interval);
+    sweep_tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut deadline: Option<tokio::time::Instant> = None;
+
+    loop {
+        let now = Instant::now();
+        let draining = deadline.is_some();
+        run.start_writing();
+        if draining {
+            if run.plan.is_drained() && !run.writing {
+                return Ok((Ended::Drained, run.plan.totals()));
+            }
+        } else {
+            run.start_sending(now);
+            run.start_polling(now);
+            if settings.once
+                && let Some(ended) = run.once_is_done(now)?
+            {
+                return Ok((ended, run.plan.totals()));
+            }
+        }
+        let alarm = run.next_alarm(now);
+        tokio::select! {
+            Some(news) = ownership.recv() => run.ownership(news),
+            Some(done) = run.tasks.join_next_with_id(), if !run.tasks.is_empty() => run.done(done)?,
+            () = wake.notified(), if !draining => run.woken = true,
+            _ = poll_tick.tick(), if !draining => run.woken = true,
+            _ = sweep_tick.tick(), if !draining => {
+                run.plan.start_sweep();
+                run.woken = true;
+            }
+            () = tokio::time::sleep_until(alarm.into()) => {}
+            () = stop.cancelled(), if !draining => {
+                tracing::info!(in_flight = run.plan.in_flight(), "draining: nothing new is taken");
+                deadline = Some(tokio::time::Instant::now() + settings.shutdown_timeout);
+            }
+            () = tokio::time::sleep_until(deadline.unwrap_or_else(tokio::time::Instant::now)), if draining => {
+                run.tasks.abort_all();
+                return Ok((Ended::Undrained(run.plan.in_flight()), run.plan.totals()));
+            }
+        }
+    }
+}
+
+struct Loop {
+    plan: Plan,
+    outlets: HashMap<i32, Arc<Outlet>>,
+    links: Arc<Links>,
+    tasks: JoinSet<Done>,
+    /// By task, what it does: a panic must not lose it.
+    doing: HashMap<Id, Doing>,
+    polling: bool,
+    writing: bool,
+    /// A full poll is wanted.
+    woken: bool,
+    /// No database call that can wait is begun before.
+    pause_until: Option<Instant>,
+    /// Full polls with a finished sweep that found nothing, in a row.
+    complete_rounds: u32,
+    /// Bridges that hold every lane, if that is so.
+    none_free: Option<Vec<String>>,
+    /// Since when a breaker has been open without a break.
+    sick_since: Option<Instant>,
+}
+
+impl Loop {
+    fn spawn(&mut self, doing: Doing, task: impl Future<Output = Done> + Send + 'static) {
+        let handle = self.tasks.spawn(task);
+        self.doing.insert(handle.id(), doing);
+    }
+
+    fn paused(&self, now: Instant) -> bool {
+        self.pause_until.is_some_and(|until| until > now)
+    }
+
+    /// When the loop must look again although nothing happened.
+    fn next_alarm(&self, now: Instant) -> Instant {
+        let far = now + Duration::from_secs(1);
+        let trial = self.plan.next_trial().filter(|trial| *trial > now).unwrap_or(far);
+        let pause = self.pause_until.filter(|until| *until > now).unwrap_or(far);
+        trial.min(pause).min(far)
+    }
+
+    fn ownership(&mut self, news: Ownership) {
+        match news {
+            Ownership::Gained { epoch, lanes } => {
+                self.plan.gained(epoch, &lanes);
+                self.none_free = None;
+                self.woken = true;
+            }
+            Ownership::Mark { xid, last_seq } => self.plan.mark(xid, last_seq),
+            Ownership::Lost => self.plan.lost(),
+            Ownership::NoneFree { owners } => self.none_free = Some(owners),
+        }
+    }
+
+    fn start_polling(&mut self, now: Instant) {
+        if self.polling || self.paused(now) || self.plan.lanes().is_empty() {
+            return;
+        }
+        let all = self.woken;
+        if !all && !self.plan.wants_more() {
+            return;
+        }
+        self.woken = false;
+        self.polling = true;
+        let links = Arc::clone(&self.links);
+        if all {
+            // What became due is made ordinary first, so that the read that follows begins below it.
+            let epoch = self.plan.epoch();
+            let lanes = self.plan.lanes();
+            self.spawn(Doing::Poll, async move {
+                let result = async { links.poller().await?.promote(epoch, &lanes, PROMOTE).await }.await;
+                Done::Promoted { all, result }
+            });
+        } else {
+            self.read(false);
+        }
+    }
+
+    fn read(&mut self, all: bool) {
+        let asks = self.plan.asks(all);
+        if asks.is_empty() {
+            self.polling = false;
+            return;
+        }
+        let links = Arc::clone(&self.links);
+        self.spawn(Doing::Poll, async move {
+            let result = async { links.poller().await?.read(&asks).await }.await;
+            Done::Polled { asks, all, result: result.map(|page| (Vec::new(), page)) }
+        });
+    }
+
+    fn start_sending(&mut self, now: Instant) {
+        if self.paused(now) {
+            return;
+        }
+        while let Some(batch) = self.plan.next_batch(now) {
+            let Some(outlet) = self.outlets.get(&batch.handler).map(Arc::clone) else { continue };
+            let links = Arc::clone(&self.links);
+            let doing = Doing::Send(batch.clone());
+            self.spawn(doing, async move {
+                let answers = send(&outlet, &links, &batch.rows).await;
+                Done::Sent { batch, answers }
+            });
+        }
+    }
+
+    fn start_writing(&mut self) {
+        if self.writing || self.paused(Instant::now()) {
+            return;
+        }
+        let outcomes = self.plan.outcomes();
+        if outcomes.is_empty() {
+            return;
+        }
+        self.writing = true;
+        let epoch = self.plan.epoch();
+        let links = Arc::clone(&self.links);
+        let doing = Doing::Write { epoch, outcomes: outcomes.clone() };
+        self.spawn(doing, async move {
+            let result = async { links.writer().await?.write(epoch, &outcomes).await }.await;
+            Done::Written { epoch, outcomes, result }
+        });
+    }
+
+    fn done(&mut self, done: std::result::Result<(Id, Done), tokio::task::JoinError>) -> Result<()> {
+        let (id, done) = match done {
+            Ok((id, done)) => (id, Some(done)),
+            Err(failed) => (failed.id(), None),
+        };
+        let doing = self.doing.remove(&id);
+        match (done, doing) {
+            (Some(done), _) => self.finished(done),
+            (None, Some(doing)) => {
+                self.panicked(doing);
+                Ok(())
+            }
+            (None, None) => Ok(()),
+        }
+    }
+
+    fn finished(&mut self, done: Done) -> Result<()> {
+        match done {
+            Done::Promoted { all, result } => match result {
+                Ok(promoted) => {
+                    self.plan.promoted(&promoted);
+                    self.read(all);
+                }
+                Err(error) => {
+                    self.polling = false;
+                    self.woken = true;
+                    self.database_trouble("promote due deliveries", error)?;
+                }
+            },
+            Done::Polled { asks, all, result } => {
+                self.polling = false;
+                match result {
+                    Ok((_, page)) => {
+                        let empty = page.rows.is_empty();
+                        self.plan.page(&asks, page);
+                        let complete = all && empty && self.plan.is_idle() && !self.plan.wants_more();
+                        self.complete_rounds = if complete { self.complete_rounds + 1 } else { 0 };
+                    }
+                    Err(error) => {
+                        self.woken |= all;
+                        self.database_trouble("poll deliveries", error)?;
+                    }
+                }
+            }
+            Done::Sent { batch, answers } => {
+                let failed = answers.iter().find_map(|answer| match answer {
+                    Answer::Outcome(Outcome::Unreachable(failure)) => Some(failure.clone()),
+                    _ => None,
+                });
+                if answers.iter().any(|answer| matches!(answer, Answer::NotTried)) {
+                    self.pause_until = Some(Instant::now() + DATABASE_PAUSE);
+                }
+                let changes = self.plan.answered(&batch, answers, Instant::now(), rand::rng().random());
+                let handler = self.outlets.get(&batch.handler).map_or("?", |outlet| &outlet.route.handler.name);
+                if let (true, Some(failure)) = (changes.opened, failed) {
+                    tracing::warn!(handler, error = %failure, "the broker is unreachable; deliveries wait, no attempt is spent");
+                }
+                if changes.closed {
+                    tracing::info!(handler, "the broker is back");
+                }
+            }
+            Done::Written { epoch, outcomes, result } => {
+                self.writing = false;
+                match result {
+                    Ok(missing) => {
+                        for missing in &missing {
+                            tracing::warn!(lane = missing.id.lane, handler = missing.id.handler, seq = missing.id.seq,
+                                reason = %missing.reason, "an acknowledged delivery was not there to complete");
+                        }
+                        for burial in &outcomes.buried {
+                            tracing::error!(handler = burial.id.handler, seq = burial.id.seq, error = %burial.failure,
+                                "a delivery is dead; see: lanebridge deliveries list --state dead");
+                        }
+                        self.plan.written(epoch, &outcomes, &missing);
+                    }
+                    Err(error) if db::sqlstate(&error) == Some(FENCED) => {
+                        tracing::warn!(epoch, "this epoch is fenced; its lanes belong to another bridge");
+                        self.plan.lost();
+                        self.plan.remember(outcomes.acked);
+                    }
+                    Err(error) => {
+                        self.plan.unwritten(epoch, outcomes);
+                        self.database_trouble("write outcomes", error)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A bug in us must not lose a delivery or stop its lane mates: the rows count as refused, so that one that makes
+    /// every attempt panic is buried in the end.
+    fn panicked(&mut self, doing: Doing) {
+        match doing {
+            Doing::Poll => {
+                self.polling = false;
+                self.woken = true;
+            }
+            Doing::Send(batch) => {
+                tracing::error!(handler = batch.handler, deliveries = batch.rows.len(), "sending a batch panicked");
+                let refused = || Answer::Outcome(Outcome::Refused(Failure::new("PANIC", "the sink panicked")));
+                let answers = batch.rows.iter().map(|_| refused()).collect();
+                self.plan.answered(&batch, answers, Instant::now(), rand::rng().random());
+            }
+            Doing::Write { epoch, outcomes } => {
+                self.writing = false;
+                self.plan.unwritten(epoch, outcomes);
+            }
+        }
+        self.pause_until = Some(Instant::now() + DATABASE_PAUSE);
+    }
+
+    /// Waits a moment after what may pass; returns what cannot.
+    fn database_trouble(&mut self, what: &str, error: Error) -> Result<()> {
+        if db::sqlstate(&error) == Some(FENCED) {
+            self.plan.lost();
+            return Ok(());
+        }
+        if error.class() != Class::Transient {
+            return Err(Error::new(what).source_is(error));
+        }
+        if !self.paused(Instant::now()) {
+            tracing::warn!(error = %error.report(), "{what} failed; trying again");
+        }
+        self.pause_until = Some(Instant::now() + DATABASE_PAUSE);
+        Ok(())
+    }
+
+    /// For `--once`: two full rounds in a row that found nothing and left nothing.
+    fn once_is_done(&mut self, now: Instant) -> Result<Option<Ended>> {
+        if let Some(owners) = &self.none_free {
+            return Err(Error::new(format!("every lane is owned by another bridge ({}); nothing was drained", owners.join(", ")))
+                .hint("stop it, or let it do the work"));
+        }
+        let open = self.plan.open_breakers();
+        let since = if open.is_empty() { None } else { Some(*self.sick_since.get_or_insert(now)) };
+        self.sick_since = since;
+        if since.is_some_and(|since| now.duration_since(since) > ONCE_PATIENCE) {
+            let names = open.iter().filter_map(|id| self.outlets.get(id)).map(|o| o.route.handler.name.as_str());
+            let names = names.collect::<Vec<_>>().join(", ");
+            return Err(Error::new(format!("the broker of {names} stayed unreachable for {ONCE_PATIENCE:?}; deliveries remain"))
+                .hint("run again when it is back; nothing is lost"));
+        }
+        if self.complete_rounds >= 2 && !self.writing {
+            return Ok(Some(Ended::Drained));
+        }
+        if self.plan.is_idle() && !self.polling && !self.plan.lanes().is_empty() {
+            if self.complete_rounds == 0 {
+                self.plan.start_sweep();
+            }
+            self.woken = true;
+        }
+        Ok(None)
+    }
+}
+
+/// Confirms rows and hands them to the sink; one answer per row, in order.
+async fn send(outlet: &Outlet, links: &Links, rows: &[Row]) -> Vec<Answer> {
+    let confirmed = async {
+        let confirmer = links.confirmer().await?;
+        confirmer.confirm(rows, outlet.rules.ordered, outlet.rules.blocks).await
+    };
+    let verdicts = match confirmed.await {
+        Ok(verdicts) => verdicts,
+        Err(error) => {
+            tracing::warn!(error = %error.report(), "confirming deliveries failed; trying again");
+            return rows.iter().map(|_| Answer::NotTried).collect();
+        }
+    };
+    let mut parcels = Vec::with_capacity(rows.len());
+    let mut answers: Vec<Option<Answer>> = Vec::with_capacity(rows.len());
+    // In a batch that may hold a key several times, what follows a held one waits with it.
+    let mut held = std::collections::HashSet::new();
+    for (row, verdict) in rows.iter().zip(verdicts) {
+        let waits = row.key.is_some_and(|key| held.contains(&key));
+        answers.push(match verdict {
+            _ if waits => Some(Answer::Held),
+            Verdict::Send(parcel) => {
+                parcels.push(parcel);
+                None
+            }
+            Verdict::Gone => Some(Answer::Gone),
+            Verdict::Held => {
+                held.extend(row.key);
+                Some(Answer::Held)
+            }
+            Verdict::EventMissing => {
+                held.extend(row.key);
+                Some(Answer::EventMissing)
+            }
+        });
+    }
+    let outcomes = if parcels.is_empty() { Vec::new() } else { outlet.sink.send(&outlet.route, &parcels).await };
+    let mut outcomes = outcomes.into_iter();
+    answers
+        .into_iter()
+        .map(|answer| match answer {
+            Some(answer) => answer,
+            None => match outcomes.next() {
+                Some(outcome) => Answer::Outcome(outcome),
+                None => Answer::Outcome(Outcome::Refused(Failure::new("NO_ANSWER", "the sink gave no answer"))),
+            },
+        })
+        .collect()
+}

@@ -1,0 +1,492 @@
+//! The rules of dispatch as one state machine: what to read, what to send next, what an answer means.
+//!
+//! I3: see `window`. I4: at most `batches_in_flight` batches per handler, of `batch` deliveries each, are unsettled.
+//! One failing key never stops another; one failing handler never stops another: each has its own windows, breaker
+//! and share of the memory. Pure: time and randomness come in as arguments.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::time::Instant;
+
+use super::breaker::{Breaker, Permit};
+use super::window::Window;
+use crate::backoff::Retry;
+use crate::completion::{Burial, Missing, Outcomes, Refusal};
+use crate::delivery::{DeliveryId, Failure, Outcome};
+use crate::sinks::KeyWindow;
+use crate::sources::{Ask, Page, Promoted, Row};
+
+/// Rows without payload that wait per lane and handler; about 100 bytes each.
+const QUEUE: usize = 128;
+/// Acknowledged ids of a lost epoch that are remembered, to be deleted first should their lanes come back.
+const REMEMBERED: usize = 100_000;
+
+/// A handler as the rules see it.
+#[derive(Clone, Debug)]
+pub(crate) struct Rules {
+    pub id: i32,
+    pub ordered: bool,
+    pub blocks: bool,
+    pub keys: KeyWindow,
+    pub retry: Retry,
+    pub batch: usize,
+    pub batches_in_flight: usize,
+    /// Payload bytes in one batch; one delivery may pass it alone.
+    pub batch_bytes: u64,
+}
+
+#[derive(Debug)]
+struct Handler {
+    rules: Rules,
+    breaker: Breaker,
+    batches: usize,
+    /// Lanes with queued rows.
+    ready: BTreeSet<i16>,
+    /// The lane the last batch ended with: the next one begins after it.
+    cursor: i16,
+}
+
+/// Deliveries of one handler to confirm and send now.
+#[derive(Clone, Debug)]
+pub(crate) struct Batch {
+    pub handler: i32,
+    pub epoch: i64,
+    pub trial: bool,
+    pub rows: Vec<Row>,
+}
+
+/// What became of one row of a batch.
+#[derive(Clone, Debug)]
+pub(crate) enum Answer {
+    Outcome(Outcome),
+    Gone,
+    Held,
+    EventMissing,
+    /// Nothing was asked or handed over, e.g. the database could not confirm it.
+    NotTried,
+}
+
+/// What a batch's answers changed that a person may want to know.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Changes {
+    pub opened: bool,
+    pub closed: bool,
+}
+
+/// Counted since the start; for logs and `status`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Totals {
+    pub acked: u64,
+    pub refused: u64,
+    pub rejected: u64,
+    pub unreachable: u64,
+    pub completed: u64,
+    pub missing: u64,
+    pub swept: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Plan {
+    epoch: i64,
+    handlers: BTreeMap<i32, Handler>,
+    windows: HashMap<(i16, i32), Window>,
+    lanes: BTreeSet<i16>,
+    /// (xid, last_seq) pairs whose transactions have not all ended yet, oldest first.
+    marks: VecDeque<(i64, i64)>,
+    settled: i64,
+    /// What has to be written, beyond what is being written.
+    pending: Outcomes,
+    /// Acknowledged under a lost epoch, and not deleted as far as known.
+    remembered: HashSet<DeliveryId>,
+    /// Batches of a lost epoch that are still out; nothing is sent until they are back.
+    strays: usize,
+    totals: Totals,
+}
+
+impl Plan {
+    pub(crate) fn new(handlers: Vec<Rules>) -> Self {
+        let handlers = handlers.into_iter().map(|rules| {
+            let handler =
+                Handler { breaker: Breaker::default(), batches: 0, ready: BTreeSet::new(), cursor: -1, rules };
+            (handler.rules.id, handler)
+        });
+        Self {
+            epoch: 0,
+            handlers: handlers.collect(),
+            windows: HashMap::new(),
+            lanes: BTreeSet::new(),
+            marks: VecDeque::new(),
+            settled: 0,
+            pending: Outcomes::default(),
+            remembered: HashSet::new(),
+            strays: 0,
+            totals: Totals::default(),
+        }
+    }
+
+    pub(crate) fn totals(&self) -> Totals {
+        self.totals
+    }
+
+    pub(crate) fn epoch(&self) -> i64 {
+        self.epoch
+    }
+
+    pub(crate) fn lanes(&self) -> Vec<i16> {
+        self.lanes.iter().copied().collect()
+    }
+
+    pub(crate) fn gained(&mut self, epoch: i64, lanes: &[i16]) {
+        if epoch != self.epoch {
+            self.lost();
+            self.epoch = epoch;
+        }
+        for &lane in lanes {
+            self.lanes.insert(lane);
+            for &handler in self.handlers.keys() {
+                self.windows.insert((lane, handler), Window::default());
+            }
+        }
+    }
+
+    /// Everything known of the lanes is dropped, except what brokers acknowledged: that stays true.
+    pub(crate) fn lost(&mut self) {
+        let acked: Vec<DeliveryId> = self.pending.acked.drain(..).collect();
+        self.remember(acked);
+        self.pending = Outcomes::default();
+        self.lanes.clear();
+        self.windows.clear();
+        self.marks.clear();
+        self.settled = 0;
+        for handler in self.handlers.values_mut() {
+            self.strays += handler.batches;
+            handler.batches = 0;
+            handler.ready.clear();
+            handler.breaker.trial_void(Instant::now());
+        }
+    }
+
+    /// Ids that are to be deleted first if their lanes come back. Bounded: past the limit the oldest knowledge goes,
+    /// which costs duplicates, never a loss.
+    pub(crate) fn remember(&mut self, acked: Vec<DeliveryId>) {
+        if self.remembered.len() + acked.len() > REMEMBERED {
+            self.remembered.clear();
+        }
+        self.remembered.extend(acked);
+    }
+
+    pub(crate) fn mark(&mut self, xid: i64, last_seq: i64) {
+        self.marks.push_back((xid, last_seq));
+        // A writer that stays open for hours keeps all of them; the newest ones are worth the most.
+        if self.marks.len() > 256 {
+            self.marks.remove(128);
+        }
+    }
+
+    fn settle_marks(&mut self, ended_below: i64) {
+        while let Some(&(xid, last_seq)) = self.marks.front() {
+            if xid >= ended_below {
+                break;
+            }
+            self.settled = self.settled.max(last_seq);
+            self.marks.pop_front();
+        }
+    }
+
+    pub(crate) fn start_sweep(&mut self) {
+        for window in self.windows.values_mut() {
+            window.start_sweep();
+        }
+    }
+
+    /// Whether reading again at once would bring something: a page was cut, or a sweep is under way.
+    pub(crate) fn wants_more(&self) -> bool {
+        self.windows.iter().any(|(&(_, handler), window)| {
+            (window.sweep().is_some() && window.queued() < 2 * QUEUE) || (window.has_more() && self.room(handler, window) > 0)
+        })
+    }
+
+    fn room(&self, handler: i32, window: &Window) -> usize {
+        let open = self.handlers.get(&handler).is_some_and(|handler| handler.breaker.is_open());
+        let most = if open { 1 } else { QUEUE };
+        // Half empty, so that a trickle of free places does not become a query each.
+        if window.queued() * 2 <= most { most - window.queued().min(most) } else { 0 }
+    }
+
+    /// What to read: every window with room, or with `all` false only those known to have more.
+    pub(crate) fn asks(&self, all: bool) -> Vec<Ask> {
+        let mut asks = Vec::new();
+        for (&(lane, handler), window) in &self.windows {
+            let Some(state) = self.handlers.get(&handler) else { continue };
+            let ask = |after, limit, sweep| Ask {
+                lane,
+                handler,
+                after,
+                limit: i32::try_from(limit).unwrap_or(i32::MAX),
+                ordered: state.rules.ordered,
+                blocks: state.rules.blocks,
+                sweep,
+            };
+            let room = self.room(handler, window);
+            if room > 0 && (all || window.has_more()) {
+                asks.push(ask(window.bound(), window.limit(room), false));
+            }
+            if let Some(after) = window.sweep()
+                && window.queued() < 2 * QUEUE
+            {
+                asks.push(ask(after, QUEUE, true));
+            }
+        }
+        asks
+    }
+
+    pub(crate) fn promoted(&mut self, promoted: &[Promoted]) {
+        for p in promoted {
+            if let Some(window) = self.windows.get_mut(&(p.lane, p.handler)) {
+                window.rewind(p.first_seq);
+            }
+        }
+    }
+
+    /// Takes what a read of `asks` saw.
+    pub(crate) fn page(&mut self, asks: &[Ask], page: Page) {
+        self.settle_marks(page.ended_below);
+        let mut by_ask: HashMap<(i16, i32), Vec<Row>> = HashMap::new();
+        let mut swept: HashMap<(i16, i32), Vec<Row>> = HashMap::new();
+        // A lane and handler may be asked twice, from the bound and in a sweep; seqs tell the answers apart.
+        let bounds: HashMap<(i16, i32), i64> =
+            asks.iter().filter(|ask| !ask.sweep).map(|ask| ((ask.lane, ask.handler), ask.after)).collect();
+        for row in page.rows {
+            let pair = (row.id.lane, row.id.handler);
+            let target = match bounds.get(&pair) {
+                Some(&after) if row.id.seq > after => &mut by_ask,
+                Some(_) | None => &mut swept,
+            };
+            target.entry(pair).or_default().push(row);
+        }
+        for ask in asks {
+            let pair = (ask.lane, ask.handler);
+            let (Some(window), Some(handler)) = (self.windows.get_mut(&pair), self.handlers.get_mut(&ask.handler)) else {
+                continue;
+            };
+            let limit = usize::try_from(ask.limit).unwrap_or(0);
+            let source = if ask.sweep { &mut swept } else { &mut by_ask };
+            let mut rows = source.remove(&pair).unwrap_or_default();
+            rows.sort_unstable_by_key(|row| row.id.seq);
+            rows.dedup_by_key(|row| row.id.seq);
+            if !handler.rules.ordered {
+                rows.iter_mut().for_each(|row| row.key = None);
+            }
+            for row in &rows {
+                if self.remembered.remove(&row.id) {
+                    self.pending.acked.push(row.id);
+                    window.already_acked(row.id.seq);
+                }
+            }
+            if ask.sweep {
+                self.totals.swept += window.offer_swept(limit, &rows) as u64;
+            } else {
+                window.offer(ask.after, limit, &rows, self.settled);
+            }
+            if window.queued() > 0 {
+                handler.ready.insert(ask.lane);
+            }
+        }
+    }
+
+    /// The next batch to send, if any handler may send one.
+    pub(crate) fn next_batch(&mut self, now: Instant) -> Option<Batch> {
+        if self.strays > 0 {
+            return None;
+        }
+        let ids: Vec<i32> = self.handlers.keys().copied().collect();
+        ids.into_iter().find_map(|id| self.batch_of(id, now))
+    }
+
+    fn batch_of(&mut self, id: i32, now: Instant) -> Option<Batch> {
+        let handler = self.handlers.get_mut(&id)?;
+        let most = match handler.breaker.permit(now) {
+            Permit::Nothing => return None,
+            Permit::One => 1,
+            Permit::All => handler.rules.batch,
+        };
+        if handler.batches >= handler.rules.batches_in_flight {
+            return None;
+        }
+        let mut rows: Vec<Row> = Vec::new();
+        let mut bytes = handler.rules.batch_bytes;
+        let after: Vec<i16> = handler.ready.range(handler.cursor + 1..).copied().collect();
+        let before: Vec<i16> = handler.ready.range(..=handler.cursor).copied().collect();
+        for lane in after.into_iter().chain(before) {
+            let Some(window) = self.windows.get_mut(&(lane, id)) else {
+                handler.ready.remove(&lane);
+                continue;
+            };
+            if bytes == 0 && !rows.is_empty() {
+                break;
+            }
+            let taken = window.take(most - rows.len(), bytes, handler.rules.keys);
+            bytes = bytes.saturating_sub(taken.iter().map(|row| u64::from(row.size_bytes)).sum());
+            if window.queued() == 0 {
+                handler.ready.remove(&lane);
+            }
+            handler.cursor = lane;
+            rows.extend(taken);
+            if rows.len() >= most {
+                break;
+            }
+        }
+        if rows.is_empty() {
+            return None;
+        }
+        handler.batches += 1;
+        let trial = handler.breaker.is_open();
+        if trial {
+            handler.breaker.trial_started();
+        }
+        Some(Batch { handler: id, epoch: self.epoch, trial, rows })
+    }
+
+    /// Takes a batch's answers, one per row in order; a missing one counts as not tried.
+    pub(crate) fn answered(&mut self, batch: &Batch, answers: Vec<Answer>, now: Instant, jitter: f64) -> Changes {
+        let mut changes = Changes::default();
+        if batch.epoch != self.epoch || self.lanes.is_empty() {
+            self.strays = self.strays.saturating_sub(1);
+            let acked = batch.rows.iter().zip(&answers);
+            let acked = acked.filter(|(_, answer)| matches!(answer, Answer::Outcome(Outcome::Acked)));
+            let acked = acked.map(|(row, _)| row.id).collect();
+            self.remember(acked);
+            return changes;
+        }
+        let Some(handler) = self.handlers.get_mut(&batch.handler) else { return changes };
+        handler.batches = handler.batches.saturating_sub(1);
+        let mut reached = false;
+        let mut unreachable = false;
+        let mut answers = answers.into_iter();
+        for row in &batch.rows {
+            let Some(window) = self.windows.get_mut(&(row.id.lane, row.id.handler)) else { continue };
+            let seq = row.id.seq;
+            match answers.next().unwrap_or(Answer::NotTried) {
+                Answer::Outcome(Outcome::Acked) => {
+                    reached = true;
+                    self.totals.acked += 1;
+                    window.acked(seq);
+                    self.pending.acked.push(row.id);
+                }
+                Answer::Outcome(Outcome::Rejected(failure)) => {
+                    reached = true;
+                    self.totals.rejected += 1;
+                    self.pending.buried.push(Burial { id: row.id, outcome: "rejected", failure });
+                }
+                Answer::Outcome(Outcome::Refused(failure)) => {
+                    reached = true;
+                    self.totals.refused += 1;
+                    let attempts = u32::try_from(row.attempts).unwrap_or(0) + 1;
+                    match handler.rules.retry.delay(attempts, jitter) {
+                        Some(delay) => self.pending.refused.push(Refusal {
+                            id: row.id,
+                            attempts: row.attempts,
+                            delay,
+                            failure,
+                        }),
+                        None => self.pending.buried.push(Burial { id: row.id, outcome: "refused", failure }),
+                    }
+                }
+                Answer::Outcome(Outcome::Unreachable(_)) => {
+                    unreachable = true;
+                    self.totals.unreachable += 1;
+                    window.released(seq);
+                }
+                Answer::NotTried => window.released(seq),
+                Answer::Gone => window.gone(seq),
+                Answer::Held => window.held(seq),
+                Answer::EventMissing => {
+                    self.totals.rejected += 1;
+                    let failure = Failure::new("EVENT_MISSING", "the event is not in its partition; it was removed by hand");
+                    self.pending.buried.push(Burial { id: row.id, outcome: "rejected", failure });
+                }
+            }
+            if window.queued() > 0 {
+                handler.ready.insert(row.id.lane);
+            }
+        }
+        if unreachable {
+            changes.opened = handler.breaker.unreachable(now);
+        } else if reached {
+            changes.closed = handler.breaker.answered();
+        } else if batch.trial {
+            handler.breaker.trial_void(now);
+        }
+        changes
+    }
+
+    /// The next outcomes to write; put back with [`Plan::unwritten`] when they could not be.
+    pub(crate) fn outcomes(&mut self) -> Outcomes {
+        self.pending.next_batch()
+    }
+
+    pub(crate) fn unwritten(&mut self, epoch: i64, mut outcomes: Outcomes) {
+        if epoch != self.epoch || self.lanes.is_empty() {
+            self.remember(outcomes.acked);
+            return;
+        }
+        outcomes.acked.append(&mut self.pending.acked);
+        outcomes.refused.append(&mut self.pending.refused);
+        outcomes.buried.append(&mut self.pending.buried);
+        self.pending = outcomes;
+    }
+
+    /// The database has them.
+    pub(crate) fn written(&mut self, epoch: i64, outcomes: &Outcomes, missing: &[Missing]) {
+        self.totals.completed += (outcomes.acked.len() - missing.len()) as u64;
+        self.totals.missing += missing.len() as u64;
+        if epoch != self.epoch {
+            return;
+        }
+        for id in &outcomes.acked {
+            if let Some(window) = self.windows.get_mut(&(id.lane, id.handler)) {
+                window.completed(id.seq);
+            }
+        }
+        for refusal in &outcomes.refused {
+            if let Some(window) = self.windows.get_mut(&(refusal.id.lane, refusal.id.handler)) {
+                window.held(refusal.id.seq);
+            }
+        }
+        for burial in &outcomes.buried {
+            let pair = (burial.id.lane, burial.id.handler);
+            let blocks = self.handlers.get(&pair.1).is_some_and(|h| h.rules.blocks && h.rules.ordered);
+            if let Some(window) = self.windows.get_mut(&pair) {
+                if blocks {
+                    window.held(burial.id.seq);
+                } else {
+                    // What was hidden behind it comes back.
+                    window.gone(burial.id.seq);
+                    window.rewind(burial.id.seq);
+                }
+            }
+        }
+    }
+
+    /// Nothing is queued, in flight or to be written.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.pending.is_empty() && self.strays == 0 && self.windows.values().all(Window::is_idle)
+    }
+
+    /// Nothing is in flight or to be written; what is queued was never taken.
+    pub(crate) fn is_drained(&self) -> bool {
+        self.pending.is_empty() && self.strays == 0 && self.handlers.values().all(|handler| handler.batches == 0)
+    }
+
+    pub(crate) fn in_flight(&self) -> usize {
+        self.windows.values().map(Window::in_flight).sum::<usize>() + self.pending.len()
+    }
+
+    /// When the earliest open breaker allows its trial.
+    pub(crate) fn next_trial(&self) -> Option<Instant> {
+        self.handlers.values().filter_map(|handler| handler.breaker.next_trial()).min()
+    }
+
+    pub(crate) fn open_breakers(&self) -> Vec<i32> {
+        self.handlers.values().filter(|handler| handler.breaker.is_open()).map(|handler| handler.rules.id).collect()
+    }
+}

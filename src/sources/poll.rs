@@ -1,0 +1,83 @@
+//! The narrow poll: which deliveries of the owned lanes may go, in seq order, without their payloads.
+
+use std::sync::Arc;
+
+use tokio_postgres::Statement;
+
+use super::{Ask, Page, Row};
+use crate::db::{Client, Names, deliveries};
+use crate::delivery::DeliveryId;
+use crate::error::{Error, Result};
+
+/// A session with the poll's statements prepared.
+pub(crate) struct Poller {
+    client: Arc<Client>,
+    poll: Statement,
+    promote: Statement,
+}
+
+/// Deliveries of one lane and handler whose time had come; they are read again from `first_seq` on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Promoted {
+    pub lane: i16,
+    pub handler: i32,
+    pub first_seq: i64,
+}
+
+impl Poller {
+    /// # Errors
+    /// When a statement does not fit the schema, or the session broke.
+    pub(crate) async fn new(client: Arc<Client>, names: &Names) -> Result<Self> {
+        let poll = client.prepare(&names.render(deliveries::POLL)).await?;
+        let promote = client.prepare(&names.render(deliveries::PROMOTE)).await?;
+        Ok(Self { client, poll, promote })
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.client.is_closed()
+    }
+
+    /// Reads every ask in one snapshot.
+    ///
+    /// # Errors
+    /// Transient when the session broke; the caller connects again and asks again.
+    pub(crate) async fn read(&self, asks: &[Ask]) -> Result<Page> {
+        let lanes: Vec<i16> = asks.iter().map(|ask| ask.lane).collect();
+        let handlers: Vec<i32> = asks.iter().map(|ask| ask.handler).collect();
+        let after: Vec<i64> = asks.iter().map(|ask| ask.after).collect();
+        let limits: Vec<i32> = asks.iter().map(|ask| ask.limit).collect();
+        let ordered: Vec<bool> = asks.iter().map(|ask| ask.ordered).collect();
+        let blocks: Vec<bool> = asks.iter().map(|ask| ask.blocks).collect();
+        let found = self.client.query(&self.poll, &[&lanes, &handlers, &after, &limits, &ordered, &blocks]).await?;
+        let first = found.first().ok_or_else(|| Error::new("poll: the server answered no row; one is always sent"))?;
+        let ended_below = get(first, 0)?;
+        let mut rows = Vec::with_capacity(found.len());
+        for row in &found {
+            let Some(seq) = get::<Option<i64>>(row, 4)? else { continue };
+            rows.push(Row {
+                id: DeliveryId { lane: get(row, 2)?, handler: get(row, 3)?, seq },
+                key: get(row, 5)?,
+                size_bytes: u32::try_from(get::<i32>(row, 6)?).unwrap_or(0),
+                created_at: get(row, 7)?,
+                attempts: get(row, 8)?,
+                written: u64::try_from(get::<i64>(row, 1)?).unwrap_or(u64::MAX),
+            });
+        }
+        Ok(Page { rows, ended_below })
+    }
+
+    /// Makes due deliveries of `lanes` ordinary again, at most `limit` at a time.
+    ///
+    /// # Errors
+    /// SQLSTATE LB001 when `epoch` is fenced; transient when the session broke.
+    pub(crate) async fn promote(&self, epoch: i64, lanes: &[i16], limit: i32) -> Result<Vec<Promoted>> {
+        let rows = self.client.query(&self.promote, &[&epoch, &lanes, &limit]).await?;
+        rows.iter()
+            .map(|row| Ok(Promoted { lane: get(row, 0)?, handler: get(row, 1)?, first_seq: get(row, 2)? }))
+            .collect()
+    }
+}
+
+fn get<'a, T: tokio_postgres::types::FromSql<'a>>(row: &'a tokio_postgres::Row, column: usize) -> Result<T> {
+    row.try_get(column).map_err(|source| Error::new("read a row of the poll").source_is(source))
+}
