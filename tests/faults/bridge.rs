@@ -1,0 +1,106 @@
+//! A bridge as a user runs it: the binary, a configuration file, signals.
+
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+use tempfile::TempDir;
+
+use crate::consumers::Destination;
+use crate::services::{address, eventually};
+
+/// Deliveries per batch and batches per handler: together the window that a kill may repeat, per handler.
+pub const BATCH: usize = 100;
+pub const BATCHES: usize = 2;
+
+pub struct Setup {
+    folder: TempDir,
+}
+
+impl Setup {
+    /// One handler per destination, each on a sink of its own, all taking `events`.
+    pub fn new(database_url: &str, destinations: &[Destination], extra: &str) -> Self {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let mut toml = format!(
+            "[postgres]\nurl = \"{database_url}\"\n[bridge]\nname = \"test\"\npoll_interval = \"50ms\"\n\
+             sweep_interval = \"1s\"\n[http]\nlisten = \"\"\n{extra}\n"
+        );
+        for destination in destinations {
+            toml.push_str(&destination.toml(BATCH, BATCHES));
+        }
+        std::fs::write(folder.path().join("lanebridge.toml"), toml).expect("write the configuration");
+        Self { folder }
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_lanebridge"));
+        command.arg("-c").arg(self.folder.path().join("lanebridge.toml")).args(arguments);
+        command.stdin(Stdio::null());
+        command
+    }
+
+    pub fn log_path(&self) -> PathBuf {
+        self.folder.path().join("log")
+    }
+
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.log_path()).unwrap_or_default()
+    }
+
+    /// Runs to the end; stdout, or a panic with stderr.
+    pub fn run(&self, arguments: &[&str]) -> String {
+        let output = self.command(arguments).output().expect("start lanebridge");
+        assert!(output.status.success(), "lanebridge {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    pub fn start(&self) -> Bridge {
+        let log = std::fs::OpenOptions::new().create(true).append(true).open(self.log_path()).expect("open the log");
+        let child = self.command(&["run"]).stdout(Stdio::null()).stderr(log).spawn().expect("start lanebridge");
+        Bridge { child }
+    }
+}
+
+/// A running bridge; killed when dropped.
+pub struct Bridge {
+    child: Child,
+}
+
+impl Bridge {
+    pub fn signal(&self, name: &str) {
+        let sent = Command::new("kill").arg(format!("-{name}")).arg(self.child.id().to_string()).status();
+        assert!(sent.expect("run kill").success(), "kill -{name}");
+    }
+
+    pub fn kill(mut self) {
+        self.signal("KILL");
+        self.child.wait().expect("wait for the killed bridge");
+    }
+
+    pub async fn ended(&mut self, deadline: Duration) -> ExitStatus {
+        let mut status = None;
+        eventually("the bridge ends", deadline, || {
+            status = self.child.try_wait().expect("ask for the bridge");
+            std::future::ready(status.is_some())
+        })
+        .await;
+        status.expect("eventually saw it")
+    }
+
+    pub async fn terminate(mut self) -> ExitStatus {
+        self.signal("TERM");
+        self.ended(Duration::from_secs(30)).await
+    }
+}
+
+impl Drop for Bridge {
+    fn drop(&mut self) {
+        // Already dead is as good.
+        let _killed = self.child.kill();
+        let _waited = self.child.wait();
+    }
+}
+
+pub fn kafka_brokers() -> String {
+    address("LB_KAFKA_BROKERS")
+}

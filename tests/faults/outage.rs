@@ -1,0 +1,1 @@
+//! A broker that stops and comes back.
