@@ -14,7 +14,7 @@ use std::time::Duration;
 
 pub use pattern::Pattern;
 pub use secret::Secret;
-pub use template::Template;
+pub use template::{Placeholder, Template};
 
 use crate::backoff::Retry;
 
