@@ -5,6 +5,5 @@ mod bridge;
 mod consumers;
 mod drain;
 mod ledger;
-mod outage;
 mod publishers;
 mod services;
