@@ -104,12 +104,12 @@ impl Redis {
     pub(super) async fn send(&self, route: &Route, parcels: &[Parcel]) -> Vec<Outcome> {
         let deadline = Instant::now() + self.send_timeout;
         let mut outcomes: Vec<Option<Outcome>> = vec![None; parcels.len()];
-        // Keys of which an entry was not added.
-        let mut stopped: HashSet<&str> = HashSet::new();
+        // Keys of which the parcels from here on cannot go; what came before them still does.
+        let mut unfit: HashSet<&str> = HashSet::new();
         let mut entries = Vec::with_capacity(parcels.len());
         for (at, parcel) in parcels.iter().enumerate() {
             let key = ordered_key(route, parcel);
-            if key.is_some_and(|key| stopped.contains(key)) {
+            if key.is_some_and(|key| unfit.contains(key)) {
                 outcomes[at] = Some(behind());
                 continue;
             }
@@ -117,10 +117,12 @@ impl Redis {
                 Ok(entry) => entries.push(entry),
                 Err(failure) => {
                     outcomes[at] = Some(Outcome::Rejected(failure));
-                    stopped.extend(key);
+                    unfit.extend(key);
                 }
             }
         }
+        // Keys of which an entry was sent and not added.
+        let mut stopped: HashSet<&str> = HashSet::new();
         for mut wave in plan::plan(entries) {
             for call in &mut wave {
                 call.entries.retain(|entry| {
