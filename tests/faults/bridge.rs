@@ -72,6 +72,13 @@ impl Bridge {
         assert!(sent.expect("run kill").success(), "kill -{name}");
     }
 
+    /// Resident memory in MiB.
+    pub fn resident_mib(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).expect("the bridge runs");
+        let line = status.lines().find(|line| line.starts_with("VmRSS:")).expect("VmRSS");
+        line.split_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok()).expect("a number of KiB") / 1024
+    }
+
     pub fn kill(mut self) {
         self.signal("KILL");
         self.child.wait().expect("wait for the killed bridge");

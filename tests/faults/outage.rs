@@ -1,1 +1,0 @@
-//! A broker that stops and comes back.
