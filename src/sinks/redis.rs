@@ -83,6 +83,7 @@ impl Redis {
     ///
     /// # Errors
     /// [`Class::Config`](crate::error::Class::Config) for an address, a secret or a certificate that cannot be used.
+    #[allow(clippy::unused_async, reason = "one signature for every sink")]
     pub(super) async fn connect(name: &str, config: &config::Redis, common: &config::Sink) -> Result<Self> {
         Ok(Self {
             name: name.to_owned(),
@@ -233,6 +234,7 @@ impl Redis {
     }
 
     /// Every answer was awaited by `send`; dropping the connection closes it.
+    #[allow(clippy::unused_async, reason = "one signature for every sink")]
     pub(super) async fn close(self, _deadline: Duration) {
         tracing::debug!(sink = %self.name, "redis is closed");
     }
