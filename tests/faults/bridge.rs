@@ -32,6 +32,15 @@ impl Setup {
         Self { folder }
     }
 
+    /// The same with a text of the configuration replaced.
+    pub fn with(self, old: &str, new: &str) -> Self {
+        let file = self.folder.path().join("lanebridge.toml");
+        let text = std::fs::read_to_string(&file).expect("read the configuration");
+        assert!(text.contains(old), "{old} is not in {text}");
+        std::fs::write(&file, text.replace(old, new)).expect("write the configuration");
+        self
+    }
+
     fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_lanebridge"));
         command.arg("-c").arg(self.folder.path().join("lanebridge.toml")).args(arguments);

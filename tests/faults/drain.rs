@@ -10,7 +10,7 @@ use crate::bridge::{BATCH, BATCHES, Setup};
 use crate::consumers::Destination;
 use crate::ledger::judge;
 use crate::publishers::{Load, TRUTH, publish};
-use crate::services::{Database, eventually};
+use crate::services::{Database, eventually, shared};
 
 pub async fn deliveries_left(client: &Client) -> i64 {
     client.query_one("select count(*) from lanebridge.deliveries", &[]).await.unwrap().get(0)
@@ -26,6 +26,7 @@ pub fn seed() -> u64 {
 
 /// I1-I4 under a kill: nothing lost, invented or reordered; duplicates at most the window of each handler.
 async fn a_kill_repeats_at_most_the_window(server: &str) {
+    let _shared = shared().await;
     let database = Database::create(server).await;
     let client = database.connect().await;
     client.batch_execute(TRUTH).await.unwrap();
@@ -75,6 +76,7 @@ async fn a_kill_repeats_at_most_the_window_on_postgres_18() {
 /// R13: a bridge that says it drained repeats nothing, however often it is stopped under load.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_drained_stop_repeats_nothing() {
+    let _shared = shared().await;
     let database = Database::create("LB_POSTGRES_URL").await;
     let client = database.connect().await;
     client.batch_execute(TRUTH).await.unwrap();

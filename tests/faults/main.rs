@@ -5,5 +5,8 @@ mod bridge;
 mod consumers;
 mod drain;
 mod ledger;
+mod order;
+mod outage;
+mod ownership;
 mod publishers;
 mod services;

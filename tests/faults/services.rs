@@ -12,6 +12,19 @@ pub fn address(name: &str) -> String {
     })
 }
 
+/// Held for writing by a test that stops brokers, for reading by all others.
+static BROKERS: tokio::sync::RwLock<()> = tokio::sync::RwLock::const_new(());
+
+/// No test stops a broker while this is held.
+pub async fn shared() -> tokio::sync::RwLockReadGuard<'static, ()> {
+    BROKERS.read().await
+}
+
+/// No other test uses a broker while this is held.
+pub async fn alone() -> tokio::sync::RwLockWriteGuard<'static, ()> {
+    BROKERS.write().await
+}
+
 /// Unique within a machine: tests of one run, and of runs side by side, must not meet at a broker.
 pub fn unique(what: &str) -> String {
     static COUNT: AtomicU32 = AtomicU32::new(0);

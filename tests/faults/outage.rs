@@ -1,16 +1,4 @@
-//! Brokers that are really stopped, under load, and come back. A binary of its own, because cargo runs one after the
-//! other: no other test needs the brokers meanwhile.
-
-#[path = "../faults/bridge.rs"]
-mod bridge;
-#[path = "../faults/consumers.rs"]
-mod consumers;
-#[path = "../faults/ledger.rs"]
-mod ledger;
-#[path = "../faults/publishers.rs"]
-mod publishers;
-#[path = "../faults/services.rs"]
-mod services;
+//! Brokers that are really stopped, under load, and come back.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -19,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use tokio_postgres::Client;
 
-use bridge::{BATCH, BATCHES, Setup};
-use consumers::Destination;
-use ledger::judge;
-use publishers::{Load, TRUTH, publish};
-use services::{Database, address, eventually};
+use crate::bridge::{BATCH, BATCHES, Setup};
+use crate::consumers::Destination;
+use crate::ledger::judge;
+use crate::publishers::{Load, TRUTH, publish};
+use crate::services::{Database, address, alone, eventually};
 
 /// How long each broker is away.
 const OUTAGE: Duration = Duration::from_secs(60);
@@ -44,6 +32,7 @@ fn service(command: &str, name: &str) {
 /// is delivered after.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_outage_spends_no_attempt_and_stops_nobody_else() {
+    let _alone = alone().await;
     let database = Database::create("LB_POSTGRES_URL").await;
     let client = database.connect().await;
     client.batch_execute(TRUTH).await.unwrap();
