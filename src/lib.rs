@@ -20,6 +20,11 @@ pub mod event;
 pub mod publish;
 
 #[cfg(feature = "bridge")]
+mod bridge;
+#[cfg(feature = "bridge")]
+#[doc(hidden)]
+pub mod cli;
+#[cfg(feature = "bridge")]
 mod completion;
 #[cfg(feature = "bridge")]
 pub mod config;
@@ -27,6 +32,8 @@ pub mod config;
 pub mod db;
 #[cfg(feature = "bridge")]
 mod dispatch;
+#[cfg(feature = "bridge")]
+mod janitor;
 #[cfg(feature = "bridge")]
 mod lanes;
 #[cfg(feature = "bridge")]

@@ -85,6 +85,17 @@ pub enum State {
     Unknown,
 }
 
+impl State {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            State::Applied => "applied",
+            State::Pending => "pending",
+            State::Changed => "changed",
+            State::Unknown => "newer than this program",
+        }
+    }
+}
+
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Status {
     pub version: u32,

@@ -1,0 +1,277 @@
+//! The bridge: wiring, start order, drain order. The only file that sees every stage.
+//!
+//! Start: schema → handlers → sinks and their destinations → lanes → dispatch. Stop (R13): intake, drain, delete what
+//! was acknowledged, close the broker connections, release the lanes.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::json;
+use tokio::sync::{Notify, mpsc};
+use tokio_util::sync::CancellationToken;
+
+use crate::config::{Config, Handler, OnDead, Order, WakeUp};
+use crate::db::{self, Client, Connector, Names, Session};
+use crate::dispatch::{self, Ended, Links, Outlet, Rules, Settings};
+use crate::error::{Class, Error, Result};
+use crate::lanes::{self, Identity};
+use crate::sinks::{KeyWindow, Route, Severity, Sink};
+use crate::sources;
+
+/// Ownership news that dispatch has not read yet; more makes the lock session wait, not lose.
+const NEWS: usize = 64;
+/// What a sink gets to close once nothing is in flight.
+const CLOSE: Duration = Duration::from_secs(2);
+
+/// $1 handlers as JSON.
+const REGISTER_HANDLERS: &str = "select name, id from {schema}.{p}register_handlers($1)";
+/// $1 names of the configuration.
+const OTHER_HANDLERS: &str = "select name from {schema}.{p}handlers where name <> all ($1) order by name";
+/// $1 payload limit, $2 notify; writes only what differs, so that a restart locks nothing.
+const SETTINGS: &str = "
+update {schema}.{p}installation set max_payload_bytes = $1, notify = $2
+ where (max_payload_bytes, notify) is distinct from ($1, $2)";
+
+/// How `run` was asked to run.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Options {
+    pub once: bool,
+    pub migrate: bool,
+}
+
+/// Runs a bridge until `stop`, or with `once` until nothing is due.
+///
+/// # Errors
+/// When it cannot start, or met a failure that no retry ends, or could not drain in time.
+pub(crate) async fn run(config: Config, options: Options, stop: CancellationToken) -> Result<()> {
+    for warning in &config.warnings {
+        tracing::warn!("{warning}");
+    }
+    let connector = Connector::new(&config.postgres, &config.bridge.name)?;
+    let names = Names::new(&config.postgres);
+    let handler_ids = tokio::select! {
+        ids = prepare(&config, &connector, &names, options) => ids?,
+        () = stop.cancelled() => return Ok(()),
+    };
+    let sinks = connect_sinks(&config).await?;
+    let outlets = outlets(&config, &handler_ids, &sinks)?;
+    check_destinations(&sinks, &outlets, &stop).await;
+
+    let (tell, news) = mpsc::channel(NEWS);
+    let wake = Arc::new(Notify::new());
+    let release = CancellationToken::new();
+    let identity = Identity { name: config.bridge.name.clone(), instance: uuid::Uuid::new_v4().to_string() };
+    tracing::info!(bridge = %identity.name, instance = %identity.instance, version = env!("CARGO_PKG_VERSION"),
+        handlers = outlets.len(), "bridge starts");
+    let holder = lanes::hold(connector.direct(), names.clone(), identity, tell, release.clone());
+    let mut holder = tokio::spawn(holder);
+    let listener = (config.bridge.wake_up == WakeUp::Notify).then(|| {
+        tokio::spawn(sources::listen(connector.direct(), names.clone(), Arc::clone(&wake), release.clone()))
+    });
+    let janitor = tokio::spawn(crate::janitor::run(
+        connector.clone(),
+        names.clone(),
+        config.retention.clone(),
+        release.clone(),
+    ));
+
+    let settings = Settings {
+        poll_interval: config.bridge.poll_interval,
+        sweep_interval: config.bridge.sweep_interval,
+        shutdown_timeout: config.bridge.shutdown_timeout,
+        once: options.once,
+    };
+    let links = Links::new(connector.clone(), names.clone());
+    let dispatch = dispatch::run(outlets, links, settings, news, wake, stop);
+    // The holder ends by itself only on a failure that no retry ends.
+    let ended = tokio::select! {
+        ended = dispatch => ended,
+        held = &mut holder => Err(match held {
+            Ok(Err(error)) => Error::new("hold lanes").source_is(error),
+            Ok(Ok(())) => Error::new("the lock session ended while the bridge was running"),
+            Err(panic) => Error::new("the lock session's task failed").source_is(panic),
+        }),
+    };
+    close_sinks(sinks).await;
+    release.cancel();
+    if !holder.is_finished()
+        && let Ok(Err(error)) = holder.await
+    {
+        tracing::warn!(error = %error.report(), "releasing the lanes failed; the server releases them with the session");
+    }
+    for task in [Some(janitor), listener].into_iter().flatten() {
+        if let Err(error) = task.await {
+            tracing::warn!(%error, "a background task ended badly");
+        }
+    }
+    let (ended, totals) = ended?;
+    tracing::info!(acked = totals.acked, completed = totals.completed, refused = totals.refused, rejected = totals.rejected,
+        unreachable = totals.unreachable, not_there = totals.missing, swept = totals.swept, "bridge stops");
+    match ended {
+        Ended::Drained => Ok(()),
+        Ended::Undrained(n) => Err(Error::new(format!("stopped before {n} deliveries were settled; they may be sent again"))
+            .hint("raise [bridge] shutdown_timeout, or see which broker did not answer")),
+    }
+}
+
+/// Brings the database in order and returns the handlers' ids by name.
+async fn prepare(
+    config: &Config,
+    connector: &Connector,
+    names: &Names,
+    options: Options,
+) -> Result<BTreeMap<String, i32>> {
+    let mut session = connect_with_patience(connector).await?;
+    connector.detect_pooler().await?;
+    if options.migrate {
+        for applied in db::migrate(&mut session, names, db::MIGRATIONS).await? {
+            tracing::info!(version = applied.version, name = applied.name, "applied a migration");
+        }
+    } else {
+        db::require_current(&session, names, db::MIGRATIONS).await?;
+    }
+    register(config, &session, names).await
+}
+
+/// A bridge that starts together with its database waits for it; what is not a matter of time is an error at once.
+async fn connect_with_patience(connector: &Connector) -> Result<Client> {
+    let mut wait = Duration::from_millis(250);
+    loop {
+        match connector.connect("start", Session::Work).await {
+            Err(error) if error.class() == Class::Transient => {
+                tracing::warn!(error = %error.report(), "the database is not there yet; trying again");
+                tokio::time::sleep(wait).await;
+                wait = (wait * 2).min(Duration::from_secs(5));
+            }
+            other => return other,
+        }
+    }
+}
+
+/// Writes handlers and settings; returns ids by name.
+///
+/// # Errors
+/// When the database refused, e.g. for lack of a privilege.
+pub(crate) async fn register(config: &Config, session: &Client, names: &Names) -> Result<BTreeMap<String, i32>> {
+    let limit = i32::try_from(config.postgres.max_payload_bytes).unwrap_or(i32::MAX);
+    session.execute(&names.render(SETTINGS), &[&limit, &(config.bridge.wake_up == WakeUp::Notify)]).await?;
+    let handlers: Vec<serde_json::Value> = config.handlers.values().map(describe).collect();
+    let rows = session.query(&names.render(REGISTER_HANDLERS), &[&serde_json::Value::from(handlers)]).await?;
+    let mut ids = BTreeMap::new();
+    for row in &rows {
+        let broken = |source| Error::new("read a handler's id").source_is(source);
+        ids.insert(row.try_get::<_, String>(0).map_err(broken)?, row.try_get::<_, i32>(1).map_err(broken)?);
+    }
+    let ours: Vec<&str> = config.handlers.keys().map(String::as_str).collect();
+    for row in session.query(&names.render(OTHER_HANDLERS), &[&ours]).await? {
+        let handler: String = row.try_get(0).unwrap_or_default();
+        tracing::warn!(handler, "the database knows a handler that this configuration does not have; its deliveries wait");
+    }
+    Ok(ids)
+}
+
+fn describe(handler: &Handler) -> serde_json::Value {
+    let events: Vec<&str> = handler.events.iter().map(crate::config::Pattern::as_str).collect();
+    let regex: Vec<String> = handler.events.iter().map(crate::config::Pattern::to_regex).collect();
+    json!({
+        "name": handler.name,
+        "events": events,
+        "type_regex": format!("^(?:{})$", regex.join("|")),
+        "ordered": handler.order == Order::Key,
+        "blocks": handler.on_dead == OnDead::Block,
+        "sink": handler.sink,
+        "destination": handler.destination.as_str(),
+    })
+}
+
+/// Clients for every sink that a handler names, by name.
+///
+/// # Errors
+/// A configuration that can never work; a broker that is down is no error here.
+pub(crate) async fn connect_sinks(config: &Config) -> Result<BTreeMap<String, Arc<Sink>>> {
+    let mut sinks = BTreeMap::new();
+    for (name, sink) in &config.sinks {
+        if config.handlers.values().any(|handler| handler.sink == *name) {
+            sinks.insert(name.clone(), Arc::new(Sink::connect(name, sink).await?));
+        }
+    }
+    Ok(sinks)
+}
+
+/// The routes of a configuration by sink, for checks.
+pub(crate) fn routes(config: &Config, sink: &str) -> Vec<Route> {
+    let source: Arc<str> = config.bridge.ce_source.as_str().into();
+    let handlers = config.handlers.values().filter(|handler| handler.sink == sink);
+    handlers.map(|handler| Route { handler: Arc::new(handler.clone()), source: Arc::clone(&source) }).collect()
+}
+
+fn outlets(
+    config: &Config,
+    ids: &BTreeMap<String, i32>,
+    sinks: &BTreeMap<String, Arc<Sink>>,
+) -> Result<Vec<Outlet>> {
+    let share = config.bridge.max_in_flight_bytes / config.handlers.len().max(1) as u64;
+    let mut outlets = Vec::with_capacity(config.handlers.len());
+    for (name, sink) in sinks {
+        let Some(settings) = config.sinks.get(name) else { continue };
+        for route in routes(config, name) {
+            let handler = Arc::clone(&route.handler);
+            let id = ids
+                .get(&handler.name)
+                .ok_or_else(|| Error::new(format!("the database gave no id for handler {}", handler.name)))?;
+            let ordered = handler.order == Order::Key;
+            let batches = settings.batches_in_flight.get();
+            outlets.push(Outlet {
+                rules: Rules {
+                    id: *id,
+                    ordered,
+                    blocks: handler.on_dead == OnDead::Block,
+                    keys: if ordered { sink.key_window() } else { KeyWindow::Batch },
+                    retry: handler.retry,
+                    batch: usize::try_from(settings.batch.get()).unwrap_or(usize::MAX),
+                    batches_in_flight: usize::try_from(batches).unwrap_or(usize::MAX),
+                    batch_bytes: share / u64::from(batches),
+                },
+                route,
+                sink: Arc::clone(sink),
+            });
+        }
+    }
+    Ok(outlets)
+}
+
+/// Says once per start what is missing or weak at the destinations. Nothing here stops the start: a handler without
+/// its topic must not stop the others, and its deliveries wait.
+async fn check_destinations(sinks: &BTreeMap<String, Arc<Sink>>, outlets: &[Outlet], stop: &CancellationToken) {
+    for (name, sink) in sinks {
+        let routes: Vec<Route> =
+            outlets.iter().filter(|outlet| outlet.route.handler.sink == *name).map(|outlet| outlet.route.clone()).collect();
+        let found = tokio::select! {
+            found = sink.check(&routes) => found,
+            () = stop.cancelled() => return,
+        };
+        match found {
+            Ok(findings) => {
+                for finding in findings {
+                    match finding.severity {
+                        Severity::Weak => tracing::warn!(sink = %name, hint = %finding.hint, "{}", finding.what),
+                        Severity::Missing => tracing::error!(sink = %name, hint = %finding.hint, "{}", finding.what),
+                    }
+                }
+            }
+            Err(error) => {
+                tracing::warn!(sink = %name, error = %error.report(), "could not check the destinations; deliveries wait for the broker");
+            }
+        }
+    }
+}
+
+async fn close_sinks(sinks: BTreeMap<String, Arc<Sink>>) {
+    for sink in sinks.into_values() {
+        // A batch that was given up on may still hold the client; it goes with the process then.
+        if let Ok(sink) = Arc::try_unwrap(sink) {
+            sink.close(CLOSE).await;
+        }
+    }
+}

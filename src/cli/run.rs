@@ -1,0 +1,87 @@
+//! `run` and `migrate`.
+
+use clap::Args;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+use crate::bridge;
+use crate::config::Config;
+use crate::db::{self, Connector, Names, Session};
+use crate::error::{Context, Result};
+
+#[derive(Args)]
+pub(super) struct Run {
+    /// Drain what is due, then exit.
+    #[arg(long)]
+    once: bool,
+    /// Leave the schema alone; refuse one that does not fit.
+    #[arg(long)]
+    no_migrate: bool,
+}
+
+#[derive(Args)]
+pub(super) struct Migrate {
+    /// Print the whole schema as one SQL script, for a migration tool of your own.
+    #[arg(long, conflicts_with = "status")]
+    print: bool,
+    /// Show which migrations are applied.
+    #[arg(long)]
+    status: bool,
+    /// For programs (with --status).
+    #[arg(long, requires = "status")]
+    json: bool,
+}
+
+impl Run {
+    pub(super) async fn run(&self, config: Config) -> Result<()> {
+        let stop = CancellationToken::new();
+        watch_signals(stop.clone())?;
+        bridge::run(config, bridge::Options { once: self.once, migrate: !self.no_migrate }, stop).await
+    }
+}
+
+impl Migrate {
+    pub(super) async fn run(&self, config: &Config) -> Result<()> {
+        let names = Names::new(&config.postgres);
+        if self.print {
+            super::print(&db::print(&names, db::MIGRATIONS))?;
+            return Ok(());
+        }
+        let mut session = Connector::new(&config.postgres, &config.bridge.name)?.connect("migrate", Session::Work).await?;
+        if self.status {
+            let status = db::status(&session, &names, db::MIGRATIONS).await?;
+            let rows = status.iter().map(|s| vec![s.version.to_string(), s.name.clone(), s.state.as_str().to_owned()]);
+            return super::table(&["version", "name", "state"], rows.collect(), self.json);
+        }
+        let applied = db::migrate(&mut session, &names, db::MIGRATIONS).await?;
+        for migration in &applied {
+            super::print(&format!("applied {} {}\n", migration.version, migration.name))?;
+        }
+        if applied.is_empty() {
+            super::print("the schema is current\n")?;
+        }
+        bridge::register(config, &session, &names).await?;
+        Ok(())
+    }
+}
+
+/// SIGTERM and SIGINT drain; a second one ends the process at once.
+fn watch_signals(stop: CancellationToken) -> Result<()> {
+    let mut term = signal(SignalKind::terminate()).context(|| "listen for SIGTERM".into())?;
+    let mut int = signal(SignalKind::interrupt()).context(|| "listen for SIGINT".into())?;
+    tokio::spawn(async move {
+        either(&mut term, &mut int).await;
+        stop.cancel();
+        either(&mut term, &mut int).await;
+        tracing::warn!("a second signal: stopping at once; what is in flight may be sent again");
+        std::process::exit(1);
+    });
+    Ok(())
+}
+
+async fn either(a: &mut Signal, b: &mut Signal) {
+    tokio::select! {
+        _ = a.recv() => {}
+        _ = b.recv() => {}
+    }
+}

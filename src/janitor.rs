@@ -1,0 +1,110 @@
+//! Housekeeping: partitions ahead, retention, vacuum of the one table that churns.
+//!
+//! Never: a failure here stops delivery. Publishing does not depend on it either, the default partition catches what
+//! comes when no partition was made in time.
+
+use std::time::Duration;
+
+use tokio::time::MissedTickBehavior;
+use tokio_util::sync::CancellationToken;
+
+use crate::config;
+use crate::db::{Client, Connector, Names, Session, deliveries, sqlstate};
+use crate::error::{Error, Result};
+
+/// Days for which partitions exist beyond today.
+const DAYS_AHEAD: i32 = 3;
+const PARTITIONS_EVERY: Duration = Duration::from_secs(600);
+/// Autovacuum looks once a minute, in which a busy table grows tenfold; measured, every few seconds keeps it at 12 MB.
+const VACUUM_EVERY: Duration = Duration::from_secs(5);
+/// Dead rows that are worth a vacuum.
+const DEAD_ROWS: i64 = 5000;
+
+/// $1 table name as text.
+const DEAD_TUPLES: &str =
+    "select n_dead_tup from pg_stat_all_tables where relid = '{schema}.{p}deliveries'::regclass";
+const IN_DEFAULT: &str = "select count(*) from (select from {schema}.{p}events_default limit 1000) d";
+
+/// Runs until `stop`.
+pub(crate) async fn run(connector: Connector, names: Names, retention: config::Retention, stop: CancellationToken) {
+    let mut janitor =
+        Janitor { connector, names, retention, session: None, may_vacuum: true, default_rows: 0 };
+    let mut partitions = tokio::time::interval(PARTITIONS_EVERY);
+    partitions.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut vacuum = tokio::time::interval(VACUUM_EVERY);
+    vacuum.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        let done = tokio::select! {
+            () = stop.cancelled() => return,
+            _ = partitions.tick() => janitor.partitions().await,
+            _ = vacuum.tick() => janitor.vacuum().await,
+        };
+        if let Err(error) = done {
+            tracing::warn!(error = %error.report(), "housekeeping failed; it is tried again");
+        }
+    }
+}
+
+struct Janitor {
+    connector: Connector,
+    names: Names,
+    retention: config::Retention,
+    session: Option<Client>,
+    may_vacuum: bool,
+    /// As last reported.
+    default_rows: i64,
+}
+
+impl Janitor {
+    async fn session(&mut self) -> Result<&Client> {
+        if self.session.as_ref().is_none_or(Client::is_closed) {
+            self.session = None;
+            self.session = Some(self.connector.connect("janitor", Session::Work).await?);
+        }
+        self.session.as_ref().ok_or_else(|| Error::transient("the janitor's session closed"))
+    }
+
+    async fn partitions(&mut self) -> Result<()> {
+        let ensure = self.names.render(deliveries::ENSURE_PARTITIONS);
+        let drop = self.names.render(deliveries::DROP_PARTITIONS);
+        let in_default = self.names.render(IN_DEFAULT);
+        let retention = self.retention.events;
+        let session = self.session().await?;
+        for row in session.query(&ensure, &[&DAYS_AHEAD]).await? {
+            tracing::info!(partition = row.try_get::<_, String>(0).unwrap_or_default(), "made a partition");
+        }
+        if let Some(retention) = retention {
+            for row in session.query(&drop, &[&retention.as_secs_f64()]).await? {
+                tracing::info!(partition = row.try_get::<_, String>(0).unwrap_or_default(),
+                    "dropped a partition past its retention; all of its events were delivered");
+            }
+        }
+        let rows: i64 = session.query_one(&in_default, &[]).await?.try_get(0).unwrap_or(0);
+        if rows > 0 && rows != self.default_rows {
+            tracing::error!(rows, "events are in the default partition: none was made for their day in time");
+        }
+        self.default_rows = rows;
+        Ok(())
+    }
+
+    async fn vacuum(&mut self) -> Result<()> {
+        if !self.may_vacuum {
+            return Ok(());
+        }
+        let dead = self.names.render(DEAD_TUPLES);
+        let vacuum = self.names.render(deliveries::VACUUM);
+        let session = self.session().await?;
+        let dead: i64 = session.query_one(&dead, &[]).await?.try_get(0).unwrap_or(0);
+        if dead < DEAD_ROWS {
+            return Ok(());
+        }
+        match session.batch_execute(&vacuum).await {
+            Err(error) if sqlstate(&error) == Some("42501") => {
+                self.may_vacuum = false;
+                tracing::warn!("this role may not vacuum the deliveries; autovacuum has to; hint: make the bridge's role its owner");
+                Ok(())
+            }
+            other => other,
+        }
+    }
+}
