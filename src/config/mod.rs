@@ -3,15 +3,28 @@
 //! Unknown keys are errors with a suggestion and the line. Durations and sizes carry units (`"30s"`, `"1MiB"`).
 //! Any string may hold `${NAME}`; a key that ends in `_file` reads a secret. Secrets print as `***`.
 
+mod address;
+mod describe;
+mod handlers;
+mod interpolate;
+mod load;
 mod pattern;
+pub(crate) mod pg_url;
 mod secret;
+mod section;
+mod sections;
+mod sinks;
 mod template;
+mod units;
+mod validate;
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub use describe::describe;
+pub use load::{load, parse};
 pub use pattern::Pattern;
 pub use secret::Secret;
 pub use template::Template;
@@ -108,6 +121,28 @@ pub enum SinkKind {
     Nats(Nats),
     Redis(Redis),
     Stdout,
+}
+
+impl SinkKind {
+    /// As the key `type` writes it.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Kafka(_) => "kafka",
+            Self::Nats(_) => "nats",
+            Self::Redis(_) => "redis",
+            Self::Stdout => "stdout",
+        }
+    }
+
+    /// What this kind of broker calls a destination; `None` where there is none.
+    pub fn destination_key(&self) -> Option<&'static str> {
+        match self {
+            Self::Kafka(_) => Some("topic"),
+            Self::Nats(_) => Some("subject"),
+            Self::Redis(_) => Some("stream"),
+            Self::Stdout => None,
+        }
+    }
 }
 
 /// TLS towards a broker. `ca_file` unset means the public roots (Kafka: the system's store).

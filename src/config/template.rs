@@ -72,6 +72,16 @@ impl Template {
         Some(out)
     }
 
+    /// The destination with `value` for whatever a publisher decides, to check the rest against a broker's rules.
+    pub(super) fn sample(&self, handler: &str, value: &str) -> String {
+        let part = |part: &Part| match part {
+            Part::Literal(text) => text.clone(),
+            Part::Handler => handler.to_owned(),
+            Part::Kind | Part::Key | Part::Header(_) => value.to_owned(),
+        };
+        self.parts.iter().map(part).collect()
+    }
+
     /// Fills the placeholders; `escape` rewrites each value that came from a publisher for the broker's rules.
     ///
     /// # Errors
