@@ -27,7 +27,7 @@ pub use describe::describe;
 pub use load::{load, parse};
 pub use pattern::Pattern;
 pub use secret::Secret;
-pub use template::Template;
+pub use template::{Placeholder, Template};
 
 use crate::backoff::Retry;
 

@@ -18,6 +18,14 @@ enum Part {
     Header(String),
 }
 
+/// Which placeholder a publisher's value fills.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placeholder {
+    Type,
+    Key,
+    Header,
+}
+
 impl Template {
     /// # Errors
     /// A sentence that names the bad placeholder or the unbalanced brace.
@@ -87,20 +95,33 @@ impl Template {
     /// # Errors
     /// A sentence that names the placeholder the event has no value for.
     pub fn render(&self, event: &Event, handler: &str, escape: impl Fn(&str) -> String) -> Result<String, String> {
+        self.render_with(event, handler, |_, value| escape(value))
+    }
+
+    /// [`render`](Self::render) for brokers that treat a type's dots unlike those of a key.
+    ///
+    /// # Errors
+    /// A sentence that names the placeholder the event has no value for.
+    pub fn render_with(
+        &self,
+        event: &Event,
+        handler: &str,
+        escape: impl Fn(Placeholder, &str) -> String,
+    ) -> Result<String, String> {
         let mut out = String::with_capacity(self.text.len() + 16);
         for part in &self.parts {
             match part {
                 Part::Literal(text) => out.push_str(text),
                 Part::Handler => out.push_str(handler),
-                Part::Kind => out.push_str(&escape(&event.kind)),
+                Part::Kind => out.push_str(&escape(Placeholder::Type, &event.kind)),
                 Part::Key => {
                     let key = event.key.as_deref().ok_or("the event has no key for {key}")?;
-                    out.push_str(&escape(key));
+                    out.push_str(&escape(Placeholder::Key, key));
                 }
                 Part::Header(name) => {
                     let value =
                         event.header(name).ok_or_else(|| format!("the event has no header for {{header:{name}}}"))?;
-                    out.push_str(&escape(value));
+                    out.push_str(&escape(Placeholder::Header, value));
                 }
             }
         }
