@@ -9,7 +9,7 @@ use super::sinks::{KINDS, Kind, required};
 use super::{Format, Handler, OnDead, Order, Pattern, Template, validate};
 use crate::backoff::Retry;
 
-/// With the two waits below about two and a half hours: a night's outage of one destination that refuses.
+/// With the two waits below one to two hours: time for a person to notice a destination that refuses.
 const MAX_ATTEMPTS: u64 = 20;
 const RETRY_INITIAL: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(600);
@@ -199,4 +199,113 @@ fn retry(section: &mut Section<'_>) -> Retry {
 
 fn kind_name(kind: Kind) -> &'static str {
     KINDS.iter().find(|(_, other)| *other == kind).map_or("", |(name, _)| name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{bad, good};
+    use super::*;
+
+    const SINKS: &str = "[sinks.k]\ntype = \"kafka\"\nbrokers = \"b\"\n[sinks.n]\ntype = \"nats\"\nurl = \"nats://n\"\n\
+                         [sinks.r]\ntype = \"redis\"\nurl = \"redis://r\"\n[sinks.o]\ntype = \"stdout\"\n[handlers.h]\n";
+
+    fn with(extra: &str) -> String {
+        let events = if extra.contains("events") { "" } else { "events = [\"a.*\"]\n" };
+        format!("{SINKS}{events}{extra}")
+    }
+
+    fn handler(extra: &str) -> Handler {
+        good(&with(extra)).handlers.remove("h").expect("it is there")
+    }
+
+    fn each_is_refused(cases: &[(&str, &str)]) {
+        let cases: Vec<_> = cases.iter().map(|(extra, part)| (with(extra), *part)).collect();
+        let cases: Vec<_> = cases.iter().map(|(text, part)| (text.as_str(), *part)).collect();
+        super::super::testing::each_is_refused(&cases);
+    }
+
+    #[test]
+    fn a_handler_gets_every_default() {
+        let handler = handler("sink = \"k\"\ntopic = \"t.{type}\"");
+        assert_eq!((handler.format, handler.order, handler.on_dead), (Format::CloudEvents, Order::Key, OnDead::Block));
+        assert_eq!((handler.retry.max_attempts.get(), handler.retry.max), (20, RETRY_MAX));
+        assert_eq!(handler.destination.as_str(), "t.{type}");
+    }
+
+    #[test]
+    fn the_destination_key_is_the_one_of_the_sinks_kind() {
+        each_is_refused(&[
+            ("sink = \"n\"\ntopic = \"t\"", "topic: is not what a nats sink calls it; hint: subject = \"t\""),
+            ("sink = \"k\"\nstream = \"t\"", "hint: topic = \"t\""),
+            ("sink = \"r\"\nsubject = \"t\"", "hint: stream = \"t\""),
+            ("sink = \"o\"\ntopic = \"t\"", "a stdout sink has no destinations"),
+            ("sink = \"k\"", "handlers.h.topic: is missing"),
+            ("sink = \"n\"", "handlers.h.subject: is missing"),
+            ("sink = \"r\"", "handlers.h.stream: is missing"),
+            ("sink = \"k\"\ntopic = \"t\"\nstream_name = \"S\"", "stream_name: is for nats sinks"),
+            ("sink = \"n\"\nsubject = \"t\"\nstream_name = \"a.b\"", "no stream name"),
+        ]);
+        assert_eq!(handler("sink = \"o\"").destination.as_str(), "");
+        assert_eq!(handler("sink = \"n\"\nsubject = \"t\"\nstream_name = \"S\"").nats_stream.as_deref(), Some("S"));
+    }
+
+    #[test]
+    fn literal_parts_follow_the_brokers_rules() {
+        each_is_refused(&[
+            ("sink = \"k\"\ntopic = \"a b.{type}\"", "\"a b.{type}\" is no Kafka topic"),
+            ("sink = \"k\"\ntopic = \"\"", "topic: is empty"),
+            ("sink = \"n\"\nsubject = \"a..{key}\"", "empty token"),
+            ("sink = \"n\"\nsubject = \"a.*\"", "wildcard"),
+            ("sink = \"n\"\nsubject = \"$JS.{key}\"", "keeps for its own"),
+            ("sink = \"k\"\ntopic = \"a{tpye}\"", "unknown placeholder {tpye}"),
+            ("sink = \"r\"\nstream = \"\"", "stream: is empty"),
+        ]);
+        handler("sink = \"r\"\nstream = \"any {type} \\\"text\\n\"");
+        handler("sink = \"k\"\ntopic = \"{handler}.{header:region}\"");
+    }
+
+    #[test]
+    fn what_a_handler_names_must_exist() {
+        each_is_refused(&[
+            ("topic = \"t\"", "handlers.h.sink: is missing"),
+            ("sink = \"x\"\ntopic = \"t\"", "\"x\" is no sink; sinks are k, n, o, r"),
+            ("sink = \"o\"\nevents = []", "events: is empty"),
+            ("sink = \"o\"\nevents = \"a\"", "must be a list of strings"),
+            ("sink = \"o\"\nevents = [1]", "must be a string in quotes, not 1"),
+            ("sink = \"o\"\nevents = [\"a..b\"]", "empty token"),
+            ("sink = \"o\"\nevents = [\"a\", \"a\"]", "\"a\" twice"),
+            ("sink = \"o\"\nformat = \"json\"", "allowed: cloudevents, cloudevents-json, raw"),
+            ("sink = \"o\"\norder = \"keys\"", "did you mean \"key\"?"),
+            ("sink = \"o\"\non_dead = \"drop\"", "allowed: block, skip"),
+            ("sink = \"o\"\nevnts = 1", "handlers.h.evnts: is no known key; did you mean \"events\"?"),
+        ]);
+        assert!(bad(&format!("{SINKS}sink = \"o\"")).contains("handlers.h.events: is missing"));
+        assert!(
+            bad("[sinks.orders]\ntype = \"stdout\"\n[handlers.h]\nevents = [\">\"]\nsink = \"order\"")
+                .contains("did you mean \"orders\"?")
+        );
+        // A broken sink is one problem, not one more for each handler that names it.
+        super::super::testing::each_is_refused(&[(
+            "[sinks.s]\ntype = \"x\"\n[handlers.h]\nevents = [\">\"]\nsink = \"s\"\ntopic = \"t\"",
+            "unknown value \"x\"",
+        )]);
+    }
+
+    #[test]
+    fn retry_is_bounded() {
+        let retry = handler("sink = \"o\"\nretry = { max_attempts = 1, initial = \"1ms\", max = \"1ms\" }").retry;
+        assert_eq!((retry.max_attempts.get(), retry.initial, retry.max), (1, MS, MS));
+        handler("sink = \"o\"\nretry = { max_attempts = 1000000000, initial = \"1d\", max = \"7d\" }");
+        each_is_refused(&[
+            (
+                "sink = \"o\"\nretry = { max_attempts = 0 }",
+                "handlers.h.retry.max_attempts: must be a whole number from 1",
+            ),
+            ("sink = \"o\"\nretry = { max_attempts = 1000000001 }", "not 1000000001"),
+            ("sink = \"o\"\nretry = { initial = \"0\" }", "from \"1ms\" to \"1d\""),
+            ("sink = \"o\"\nretry = { max = \"8d\" }", "from \"1ms\" to \"7d\""),
+            ("sink = \"o\"\nretry = { initial = \"11m\" }", "is below initial = \"11m\""),
+            ("sink = \"o\"\nretry = { attempts = 1 }", "did you mean \"max_attempts\"?"),
+        ]);
+    }
 }

@@ -15,6 +15,8 @@ mod section;
 mod sections;
 mod sinks;
 mod template;
+#[cfg(test)]
+mod testing;
 mod units;
 mod validate;
 

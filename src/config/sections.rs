@@ -233,3 +233,153 @@ fn host_name(section: &Section<'_>) -> String {
     let name: String = host.trim().chars().take(64).map(fit).collect();
     if name.is_empty() { "lanebridge".to_owned() } else { name }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{SMALLEST, bad, each_is_refused, good, read};
+    use super::*;
+
+    #[test]
+    fn the_smallest_file_gets_every_default() {
+        let config = good("");
+        assert_eq!((config.postgres.schema.as_str(), config.postgres.table_prefix.as_str()), ("lanebridge", ""));
+        assert_eq!(config.postgres.max_payload_bytes, 1 << 20);
+        assert_eq!(config.bridge.name, "host-1");
+        assert_eq!(config.bridge.ce_source, "/lanebridge/lanebridge");
+        assert_eq!(config.bridge.poll_interval, SECOND);
+        assert_eq!(config.http.listen.map(|address| address.to_string()).as_deref(), Some(HTTP_LISTEN));
+        assert_eq!(config.retention.events, Some(7 * DAY));
+        assert_eq!(config.warnings.len(), 1, "{:?}", config.warnings);
+        assert!(config.warnings[0].contains("nothing is delivered"));
+    }
+
+    #[test]
+    fn every_range_holds_on_its_boundary_and_not_outside() {
+        for (section, key, inside, outside) in [
+            ("postgres", "connect_timeout", ["100ms", "10m"], ["99ms", "601s"]),
+            ("postgres", "statement_timeout", ["100ms", "1h"], ["99ms", "3601s"]),
+            ("postgres", "max_payload_bytes", ["1B", "256MiB"], ["0B", "257MiB"]),
+            ("bridge", "poll_interval", ["10ms", "5s"], ["9ms", "61m"]),
+            ("bridge", "sweep_interval", ["1s", "1h"], ["999ms", "61m"]),
+            ("bridge", "shutdown_timeout", ["1s", "1h"], ["999ms", "61m"]),
+            ("bridge", "max_in_flight_bytes", ["1MiB", "64GiB"], ["1023KiB", "65GiB"]),
+            ("retention", "events", ["1d", "36500d"], ["23h", "36501d"]),
+            ("retention", "dead", ["1h", "36500d"], ["59m", "36501d"]),
+        ] {
+            // The largest payload needs room in memory; that rule has its own test.
+            let room = if key == "max_payload_bytes" { "[bridge]\nmax_in_flight_bytes = \"1GiB\"\n" } else { "" };
+            let head = if section == "postgres" { String::new() } else { format!("[{section}]\n") };
+            let with = |value: &str| format!("{head}{key} = \"{value}\"\n{room}");
+            for value in inside {
+                good(&with(value));
+            }
+            for value in outside {
+                let report = bad(&with(value));
+                assert!(report.contains(&format!("{section}.{key}: ")) && report.contains(value), "{report}");
+            }
+        }
+        assert_eq!(good("max_payload_bytes = 4096").postgres.max_payload_bytes, 4096);
+    }
+
+    #[test]
+    fn zero_is_never_only_where_that_has_a_meaning() {
+        for zero in ["0", "0s", "0d"] {
+            let config = good(&format!("[retention]\nevents = \"{zero}\"\ndead = \"{zero}\""));
+            assert_eq!((config.retention.events, config.retention.dead), (None, None));
+        }
+        each_is_refused(&[
+            ("[bridge]\npoll_interval = \"0\"", "must be from \"10ms\" to \"1h\", not \"0\""),
+            ("max_payload_bytes = 0", "whole number from 1 to 268435456, not 0"),
+            ("[retention]\nevents = 0", "must be a duration with its unit, not 0"),
+        ]);
+    }
+
+    #[test]
+    fn wrong_types_and_forms_name_the_key_the_value_and_the_expected_form() {
+        each_is_refused(&[
+            (
+                "connect_timeout = 30",
+                "postgres.connect_timeout: must be a duration with its unit, not 30; hint: \"30s\"",
+            ),
+            ("connect_timeout = \"30\"", "postgres.connect_timeout: \"30\" has no unit"),
+            ("connect_timeout = \"-1s\"", "negative"),
+            ("connect_timeout = 100000000000000000000", "not 100000000000000000000"),
+            ("connect_timeout = \"100000000000000000000s\"", "too large"),
+            ("connect_timeout = [\"1s\"]", "not a list"),
+            ("max_payload_bytes = -1", "not -1"),
+            ("max_payload_bytes = 1.5", "must be a size with its unit, not 1.5"),
+            ("max_payload_bytes = 100000000000000000000", "not 100000000000000000000"),
+            ("schema = 7", "must be a string in quotes, not 7"),
+            ("schema = \"Public\"", "\"Public\" must be lower-case"),
+            ("schema = \"\"", "must not be empty"),
+            ("table_prefix = \"a-\"", "postgres.table_prefix"),
+            ("schema = \"a\\u0000\"", "holds a NUL"),
+            ("password_file = \"\"", "is empty"),
+            ("[bridge]\nname = \"a b\"", "bridge.name"),
+            ("[bridge]\nce_source = \"a b\"", "bridge.ce_source"),
+            ("[bridge]\nsource = \"pol\"", "unknown value \"pol\"; allowed: auto, wal, poll; did you mean \"poll\"?"),
+            ("[retention]\nhistory = \"false\"", "must be true or false without quotes"),
+            ("[retention]\nhistory = 0", "must be true or false, not 0"),
+            ("[http]\nlisten = \"localhost:9464\"", "hint: \"127.0.0.1:9464\""),
+            ("[http]\nlisten = \":9464\"", "no address and port"),
+            ("[http]\nlisten = \"127.0.0.1:65536\"", "no address and port"),
+        ]);
+    }
+
+    #[test]
+    fn what_is_not_built_yet_is_refused_rather_than_ignored() {
+        each_is_refused(&[
+            ("[bridge]\nsource = \"wal\"", "lanebridge.toml:4:10: bridge.source: \"wal\" is not built yet"),
+            ("[bridge]\nownership = \"lease\"", "bridge.ownership: \"lease\" is not built yet"),
+            ("[retention]\nhistory = true", "retention.history: true is not built yet"),
+        ]);
+        good("[bridge]\nsource = \"auto\"\nownership = \"advisory\"\n[retention]\nhistory = false");
+    }
+
+    #[test]
+    fn rules_between_keys_state_the_consequence() {
+        each_is_refused(&[
+            ("[bridge]\npoll_interval = \"6s\"", "every poll would read all of its lanes"),
+            ("max_payload_bytes = \"2MiB\"\n[bridge]\nmax_in_flight_bytes = \"1MiB\"", "accepted and never sent"),
+            (
+                "connect_timeout = \"3s\"\npassword_file = \"/x\"\ndirect_url = \"postgres://u:hunter2@localhost/d\"",
+                "direct_url are both given",
+            ),
+        ]);
+        good("max_payload_bytes = \"2MiB\"\n[bridge]\nmax_in_flight_bytes = \"2MiB\"");
+        let both = "[postgres]\nurl = \"postgres://u@localhost/d?connect_timeout=3\"\nconnect_timeout = ";
+        assert!(read(&format!("{both}\"4s\"")).unwrap_err().contains("in url is 3 s"));
+        assert_eq!(read(&format!("{both}\"3s\"")).unwrap().postgres.connect_timeout, 3 * SECOND);
+        let urls = read("[postgres]\nurl = \"postgres://u@localhost/d?connect_timeout=3\"").unwrap();
+        assert_eq!(urls.postgres.connect_timeout, 3 * SECOND);
+    }
+
+    #[test]
+    fn the_variable_overrides_the_url_and_empty_counts_as_unset() {
+        let parse = |text: &str, url: &'static str| {
+            super::super::parse(text, "f", &|name: &str| (name == URL_VARIABLE).then(|| url.to_owned()))
+        };
+        let file = "[postgres]\nurl = \"postgres://${UNSET}@file/d\"\n";
+        assert_eq!(parse(file, "postgres://u@env/d").unwrap().postgres.url.expose(), "postgres://u@env/d");
+        assert_eq!(parse(SMALLEST, "").unwrap().postgres.url.expose(), "postgres://u@localhost/d");
+        parse("[http]\n", "postgres://u@env/d").unwrap();
+        let report = parse(file, "postgres://u:hunter2@env:x/d").unwrap_err().report();
+        assert!(report.contains("LANEBRIDGE_POSTGRES_URL: has a port") && !report.contains("hunter2"), "{report}");
+        assert!(read("[http]\n").unwrap_err().contains("postgres.url: is missing"));
+    }
+
+    #[test]
+    fn what_is_weak_is_a_warning() {
+        for (extra, part) in [
+            ("direct_url = \"postgres://u:hunter2@localhost/d\"", "direct_url: holds a password"),
+            ("direct_url = \"postgres://u@db/d?sslmode=disable\"", "in clear"),
+            ("[http]\nlisten = \"0.0.0.0:9464\"", "open to the network"),
+        ] {
+            let warnings = good(extra).warnings.join("\n");
+            assert!(warnings.contains(part) && !warnings.contains("hunter2"), "{warnings}");
+        }
+        let filled = good("direct_url = \"postgres://u:${SET}@localhost/d\"");
+        assert_eq!(filled.warnings.len(), 1, "{:?}", filled.warnings);
+        assert_eq!(good("[http]\nlisten = \"\"").http.listen, None);
+    }
+}

@@ -340,3 +340,189 @@ pub(super) fn secret_files(sinks: &BTreeMap<String, Sink>) -> Vec<(String, &Path
     }
     files
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{bad, good};
+    use super::*;
+
+    const KAFKA: &str = "[sinks.s]\ntype = \"kafka\"\nbrokers = \"db:9092\"\n";
+    const NATS: &str = "[sinks.s]\ntype = \"nats\"\nurl = \"nats://n:4222\"\n";
+    const REDIS: &str = "[sinks.s]\ntype = \"redis\"\nurl = \"redis://r\"\n";
+
+    fn each_is_refused(head: &str, cases: &[(&str, &str)]) {
+        let cases: Vec<_> = cases.iter().map(|(extra, part)| (format!("{head}{extra}"), *part)).collect();
+        let cases: Vec<_> = cases.iter().map(|(text, part)| (text.as_str(), *part)).collect();
+        super::super::testing::each_is_refused(&cases);
+    }
+
+    fn sink(text: &str) -> Sink {
+        good(text).sinks.remove("s").expect("it is there")
+    }
+
+    #[test]
+    fn what_every_sink_has_is_bounded() {
+        let sink = sink("[sinks.s]\ntype = \"stdout\"\nbatch = \"${BATCH}\"");
+        assert_eq!((sink.batch.get(), sink.batches_in_flight.get(), sink.send_timeout), (7, 4, SEND_TIMEOUT));
+        each_is_refused(
+            "[sinks.s]\ntype = \"stdout\"\n",
+            &[
+                ("batch = 0", "from 1 to 100000, not 0"),
+                ("batch = 100001", "not 100001"),
+                ("batch = \"7\"", "not \"7\""),
+                ("batch = \"${SET}\"", "not \"${SET}\""),
+                ("batches_in_flight = 1001", "from 1 to 1000"),
+                ("send_timeout = \"99ms\"", "from \"100ms\" to \"10m\""),
+                ("url = \"x\"", "sinks.s.url: is no known key"),
+            ],
+        );
+        good("[sinks.s]\ntype = \"stdout\"\nbatch = 100_000\nbatches_in_flight = 1000\nsend_timeout = \"10m\"");
+        super::super::testing::each_is_refused(&[
+            ("[sinks.s]\nurl = \"x\"", "sinks.s.type: is missing"),
+            ("[sinks.s]\ntype = \"kafak\"", "did you mean \"kafka\"?"),
+            ("[sinks.\"A b\"]\ntype = \"stdout\"", "is no name"),
+            ("[sinks]\ns = 1", "sinks.s: must be a table, not an integer"),
+        ]);
+    }
+
+    #[test]
+    fn kafka_is_read_and_dotted_options_need_no_quotes() {
+        let text = format!(
+            "{KAFKA}tls.ca_file = \"/ca\"\nsasl = {{ mechanism = \"SCRAM-SHA-512\", username = \"u\", password_file = \"/p\" }}\n\
+             [sinks.s.options]\ncompression.type = \"lz4\"\n\"linger.ms\" = 5\n\"socket.keepalive.enable\" = true\n"
+        );
+        let SinkKind::Kafka(kafka) = sink(&text).kind else { panic!("not kafka") };
+        let options: Vec<_> = kafka.options.iter().map(|(name, value)| format!("{name}={}", value.expose())).collect();
+        assert_eq!(options, ["compression.type=lz4", "linger.ms=5", "socket.keepalive.enable=true"]);
+        assert!(kafka.tls.enabled);
+        let sasl = kafka.sasl.expect("given");
+        assert_eq!(sasl.mechanism, SaslMechanism::ScramSha512);
+        assert!(matches!(sasl.password, SecretSource::File(_)));
+    }
+
+    #[test]
+    fn kafka_rules() {
+        let sasl = "sasl = { mechanism = \"PLAIN\", username = \"u\", password = \"${SET}\" }\n";
+        each_is_refused(
+            KAFKA,
+            &[
+                (sasl, "sinks.s.sasl: needs TLS off loopback: the password"),
+                (&format!("tls.enabled = false\n{sasl}"), "needs TLS"),
+                (
+                    "tls.enabled = true\nsasl = { mechanism = \"X\", username = \"u\", password = \"${SET}\" }",
+                    "PLAIN, SCRAM-SHA-256",
+                ),
+                (
+                    "tls.enabled = true\nsasl = { mechanism = \"PLAIN\", password = \"${SET}\" }",
+                    "sasl.username: is missing",
+                ),
+                ("tls.enabled = true\nsasl = { mechanism = \"PLAIN\", username = \"u\" }", "sasl.password: is missing"),
+                (
+                    "tls.enabled = true\nsasl = { mechanism = \"PLAIN\", username = \"u\", password = \"${SET}\", password_file = \"/p\" }",
+                    "password_file: and password are both given",
+                ),
+                ("tls = { cert_file = \"/c\" }", "needs key_file too"),
+                ("tls = { key_file = \"/c\" }", "needs cert_file too"),
+                ("tls = true", "must be a table"),
+                ("tls = { insecure = true }", "sinks.s.tls.insecure: is no known key"),
+                ("options.acks = 1", "sinks.s.options.acks: must be \"all\""),
+                ("options = { \"enable.idempotence\" = false }", "must stay true"),
+                ("options.max.in.flight = 6", "from 1 to 5"),
+                ("options = { \"max.in.flight\" = 5, \"max.in.flight.requests.per.connection\" = 5 }", "two names"),
+                ("options.x = [1]", "must be a string"),
+                ("options.x = \"${UNSET}\"", "UNSET"),
+            ],
+        );
+        good(&format!("{KAFKA}tls.enabled = true\n{sasl}"));
+        good(&format!("{}{sasl}", KAFKA.replace("db:", "localhost:9092,[::1]:")));
+        good(&format!("{KAFKA}options = {{ acks = \"all\", \"max.in.flight\" = 5 }}"));
+        for (brokers, part) in [
+            ("", "is empty"),
+            ("a:0", "1 to 65535"),
+            ("a,,b", "names no host"),
+            ("kafka://a:1", "colons"),
+            ("a b", "no host has"),
+        ] {
+            assert!(bad(&KAFKA.replace("db:9092", brokers)).contains(part), "{brokers}");
+        }
+        assert!(bad(&format!("{}{sasl}", KAFKA.replace("db:9092", "localhost,db"))).contains("needs TLS"));
+    }
+
+    #[test]
+    fn nats_has_one_way_to_log_in() {
+        let auth = |extra: &str| match sink(&format!("{NATS}{extra}")).kind {
+            SinkKind::Nats(nats) => nats.auth,
+            _ => panic!("not nats"),
+        };
+        assert!(matches!(auth(""), NatsAuth::Url));
+        assert!(matches!(auth("username = \"u\"\npassword = \"${SET}\""), NatsAuth::User { .. }));
+        assert!(matches!(auth("token_file = \"/t\""), NatsAuth::Token(SecretSource::File(_))));
+        assert!(matches!(auth("nkey = \"${SET}\""), NatsAuth::Nkey(SecretSource::Inline(_))));
+        assert!(matches!(auth("creds_file = \"/c\""), NatsAuth::CredsFile(_)));
+        each_is_refused(
+            NATS,
+            &[
+                ("token = \"${SET}\"\ncreds_file = \"/c\"", "sinks.s.token: and creds_file are two ways to log in"),
+                ("username = \"u\"\nnkey_file = \"/n\"", "sinks.s.username: and nkey_file are two ways"),
+                ("username = \"u\"", "needs both username and password"),
+                ("password_file = \"/p\"", "needs both username and password"),
+                ("token = \"${SET}\"\ntoken_file = \"/t\"", "token_file: and token are both given"),
+                ("token = \"\"", "is empty"),
+            ],
+        );
+        let url = |url: &str| NATS.replace("nats://n:4222", url);
+        assert!(bad(&format!("{}token_file = \"/t\"", url("nats://u:${SET}@n"))).contains("the user in url"));
+        assert!(bad(&url("http://n")).contains("hint: nats:// or tls://"));
+        assert!(bad(&url("nats://a,nats://a:0")).contains("1 to 65535"));
+        assert!(bad(&url("nats://a/x")).contains("path or query"));
+        assert!(bad(&format!("{}tls.enabled = false", url("tls://n"))).contains("is false while url is tls://"));
+        assert!(matches!(sink(&url("tls://n")).kind, SinkKind::Nats(Nats { tls: Tls { enabled: true, .. }, .. })));
+    }
+
+    #[test]
+    fn redis_rules() {
+        each_is_refused(
+            REDIS,
+            &[
+                ("username = \"u\"", "needs password"),
+                ("max_len = 0", "sinks.s.max_len: must be a whole number from 1"),
+                ("tls.enabled = true", "is redis:// while tls is on"),
+            ],
+        );
+        let url = |url: &str| REDIS.replace("redis://r", url);
+        for (bad_url, part) in [
+            ("rediss://r/#insecure", "pose as the broker"),
+            ("redis://r/x", "number of a database"),
+            ("redis://r/0?x=1", "unknown parameter"),
+            ("unix:///run/redis", "hint: redis:// or rediss://"),
+        ] {
+            assert!(bad(&url(bad_url)).contains(part), "{bad_url}");
+        }
+        assert!(bad(&format!("{}password_file = \"/p\"", url("redis://:${SET}@r"))).contains("and url both name it"));
+        assert!(matches!(
+            sink(&url("rediss://r/3")).kind,
+            SinkKind::Redis(Redis { tls: Tls { enabled: true, .. }, .. })
+        ));
+        assert!(matches!(sink(&format!("{REDIS}max_len = 1")).kind, SinkKind::Redis(Redis { max_len: Some(1), .. })));
+    }
+
+    #[test]
+    fn secrets_in_the_file_and_in_clear_are_warnings() {
+        let warnings = |text: String| good(&text).warnings.join("\n");
+        let password = "password_file = \"/p\"";
+        assert!(warnings(format!("{REDIS}{password}")).contains("over the network in clear; hint: rediss://"));
+        assert!(!warnings(REDIS.replace("//r", "//localhost") + password).contains("in clear"));
+        assert!(!warnings(REDIS.replace("redis://r", "rediss://r") + password).contains("in clear"));
+        assert!(warnings(NATS.replace("//n", "//u:${SET}@n")).contains("in clear; hint: tls://"));
+        assert!(!warnings(format!("{NATS}nkey_file = \"/n\"")).contains("in clear"));
+        for text in [
+            NATS.replace("nats://n", "tls://hunter2@n"),
+            REDIS.replace("redis://r", "rediss://:hunter2@r"),
+            format!("{NATS}token = \"hunter2\""),
+            format!("{KAFKA}options.ssl.key.password = \"hunter2\""),
+        ] {
+            let warnings = warnings(text);
+            assert!(warnings.contains("inside the file") && !warnings.contains("hunter2"), "{warnings}");
+        }
+    }
+}
