@@ -62,10 +62,6 @@ pub(crate) const RETRY: &str = "select * from {schema}.{p}retry($1, $2, $3, $4, 
 /// $1 epoch, $2 lanes, $3 handlers, $4 seqs, $5 outcomes, $6 codes, $7 errors.
 pub(crate) const BURY: &str = "select * from {schema}.{p}bury($1, $2, $3, $4, $5, $6, $7)";
 
-/// Whether anything is due in any lane, held back by nothing but this bridge: what `run --once` waits for.
-pub(crate) const ANY_DUE: &str = "
-select exists (select from {schema}.{p}deliveries d where d.handler = any ($1::integer[]) and d.due_at <= clock_timestamp())";
-
 /// Run by the janitor on its own; a statement of its own because VACUUM refuses a transaction.
 pub(crate) const VACUUM: &str = "vacuum (truncate off, index_cleanup on) {schema}.{p}deliveries";
 

@@ -8,6 +8,8 @@
 mod breaker;
 mod link;
 mod plan;
+#[cfg(test)]
+mod simulation;
 mod window;
 
 use std::collections::HashMap;

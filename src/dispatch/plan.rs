@@ -20,6 +20,9 @@ const QUEUE: usize = 128;
 /// Acknowledged ids of a lost epoch that are remembered, to be deleted first should their lanes come back.
 const REMEMBERED: usize = 100_000;
 
+/// Versions that one window may go through before the next one's begin.
+const VERSIONS: u64 = 1 << 32;
+
 /// A handler as the rules see it.
 #[derive(Clone, Debug)]
 pub(crate) struct Rules {
@@ -89,6 +92,8 @@ pub(crate) struct Plan {
     epoch: i64,
     handlers: BTreeMap<i32, Handler>,
     windows: HashMap<(i16, i32), Window>,
+    /// Where the newest window's versions began.
+    versions: u64,
     lanes: BTreeSet<i16>,
     /// (xid, last_seq) pairs whose transactions have not all ended yet, oldest first.
     marks: VecDeque<(i64, i64)>,
@@ -113,6 +118,7 @@ impl Plan {
             epoch: 0,
             handlers: handlers.collect(),
             windows: HashMap::new(),
+            versions: 0,
             lanes: BTreeSet::new(),
             marks: VecDeque::new(),
             settled: 0,
@@ -143,7 +149,8 @@ impl Plan {
         for &lane in lanes {
             self.lanes.insert(lane);
             for &handler in self.handlers.keys() {
-                self.windows.insert((lane, handler), Window::default());
+                self.versions += VERSIONS;
+                self.windows.insert((lane, handler), Window::new(self.versions));
             }
         }
     }
@@ -224,6 +231,7 @@ impl Plan {
                 limit: i32::try_from(limit).unwrap_or(i32::MAX),
                 ordered: state.rules.ordered,
                 blocks: state.rules.blocks,
+                version: window.version(),
                 sweep,
             };
             let room = self.room(handler, window);
@@ -283,9 +291,9 @@ impl Plan {
                 }
             }
             if ask.sweep {
-                self.totals.swept += window.offer_swept(limit, &rows) as u64;
+                self.totals.swept += window.offer_swept(ask.version, limit, &rows) as u64;
             } else {
-                window.offer(ask.after, limit, &rows, self.settled);
+                window.offer(ask.version, limit, &rows, self.settled);
             }
             if window.queued() > 0 {
                 handler.ready.insert(ask.lane);

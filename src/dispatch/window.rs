@@ -14,6 +14,8 @@ use crate::sources::Row;
 pub(crate) struct Window {
     /// The next read begins above it.
     bound: i64,
+    /// Changes when a read that is on its way may show what is not true any more; such a read is thrown away.
+    version: u64,
     queued: BTreeMap<i64, Row>,
     in_flight: BTreeMap<i64, Row>,
     /// Keys with deliveries in flight, and how many; a key leaves only after its outcome is settled.
@@ -27,6 +29,15 @@ pub(crate) struct Window {
 }
 
 impl Window {
+    /// `version` must differ from that of any earlier window of this lane and handler.
+    pub(crate) fn new(version: u64) -> Self {
+        Self { version, ..Self::default() }
+    }
+
+    pub(crate) fn version(&self) -> u64 {
+        self.version
+    }
+
     pub(crate) fn bound(&self) -> i64 {
         self.bound
     }
@@ -63,12 +74,12 @@ impl Window {
         self.sweep
     }
 
-    /// Takes the rows of a read that began above `after` and saw everything up to `limit` rows.
+    /// Takes the rows of a read that began at the bound, and saw everything above it up to `limit` rows.
     ///
-    /// `settled`: no seq up to it can still appear. A read that began at a bound which has moved since is thrown away
-    /// (false): what the rewind was for must be read first.
-    pub(crate) fn offer(&mut self, after: i64, limit: usize, rows: &[Row], settled: i64) -> bool {
-        if after != self.bound {
+    /// `settled`: no seq up to it can still appear. False when the read was asked at another `version`: a hold that
+    /// began or ended meanwhile must be seen first, or its followers in `rows` would overtake it.
+    pub(crate) fn offer(&mut self, version: u64, limit: usize, rows: &[Row], settled: i64) -> bool {
+        if version != self.version {
             self.more = true;
             return false;
         }
@@ -85,8 +96,12 @@ impl Window {
     }
 
     /// Takes the rows of one page of a sweep; returns how many had been missed.
-    pub(crate) fn offer_swept(&mut self, limit: usize, rows: &[Row]) -> usize {
-        let missed = rows.iter().filter(|row| row.id.seq <= self.bound && self.add(**row)).count();
+    pub(crate) fn offer_swept(&mut self, version: u64, limit: usize, rows: &[Row]) -> usize {
+        if version != self.version {
+            return 0;
+        }
+        let bound = self.bound;
+        let missed = rows.iter().filter(|row| row.id.seq <= bound && self.add(**row)).count();
         self.sweep = match rows.last() {
             Some(last) if rows.len() >= limit && last.id.seq < self.bound => Some(last.id.seq),
             _ => None,
@@ -175,16 +190,19 @@ impl Window {
         self.settle(seq);
     }
 
-    /// It, or an earlier one of its key, is held in the database now: those behind it are dropped from the queue, the
-    /// end of the hold brings them back.
+    /// It, or an earlier one of its key, is held in the database: those behind it are dropped from the queue, and the
+    /// end of the hold brings them back. It may have ended already, before this news of its beginning came, so the
+    /// next read begins here in any case.
     pub(crate) fn held(&mut self, seq: i64) {
         if let Some(Row { key: Some(key), .. }) = self.settle(seq) {
-            self.queued.retain(|_, row| row.key != Some(key));
+            self.queued.retain(|other, row| *other < seq || row.key != Some(key));
         }
+        self.rewind(seq);
     }
 
-    /// A hold ended at `seq`: the next read begins there.
+    /// A hold ended at `seq`: the next read begins there, and one that is on its way comes too late.
     pub(crate) fn rewind(&mut self, seq: i64) {
+        self.version += 1;
         self.bound = self.bound.min(seq - 1);
         self.more = true;
     }
@@ -263,9 +281,8 @@ mod tests {
         w.take(1, 1000, KeyWindow::One);
         w.held(1);
         assert_eq!(seqs(&w.take(10, 1000, KeyWindow::One)), [2]);
-        w.rewind(1);
         assert_eq!(w.bound(), 0);
-        assert!(w.offer(0, 100, &[row(1, Some(7)), row(2, Some(8)), row(3, Some(7))], i64::MAX));
+        assert!(w.offer(w.version(), 100, &[row(1, Some(7)), row(2, Some(8)), row(3, Some(7))], i64::MAX));
         assert_eq!(seqs(&w.take(10, 1000, KeyWindow::One)), [1]);
     }
 
@@ -273,11 +290,23 @@ mod tests {
     fn a_read_that_began_before_a_rewind_is_thrown_away() {
         // Its rows may hold followers of what the rewind is about.
         let mut w = window(&[]);
-        let after = w.bound();
+        let version = w.version();
         w.rewind(5);
-        assert!(!w.offer(after, 100, &[row(9, Some(7))], i64::MAX));
+        assert!(!w.offer(version, 100, &[row(9, Some(7))], i64::MAX));
         assert_eq!(w.queued(), 0);
         assert!(w.has_more());
+    }
+
+    #[test]
+    fn a_read_that_began_before_a_hold_is_thrown_away() {
+        // Found by the simulator: the read saw the follower while its head was not held yet and arrived after; the
+        // head's hold ended, and the follower went out first.
+        let mut w = window(&[row(1, Some(7))]);
+        w.take(1, 1000, KeyWindow::One);
+        let version = w.version();
+        w.held(1);
+        assert!(!w.offer(version, 100, &[row(2, Some(7))], i64::MAX));
+        assert_eq!(w.queued(), 0);
     }
 
     #[test]
@@ -286,7 +315,7 @@ mod tests {
         assert!(w.offer(0, 100, &[row(1, None), row(9, None)], 4));
         assert_eq!(w.bound(), 4);
         assert_eq!(w.limit(10), 11, "9 is here already and will be read again");
-        assert!(w.offer(4, 11, &[row(6, None), row(9, None)], 20));
+        assert!(w.offer(0, 11, &[row(6, None), row(9, None)], 20));
         assert_eq!(w.bound(), 20);
         assert_eq!(seqs(&w.take(10, 1000, KeyWindow::One)), [1, 6, 9]);
     }
@@ -316,9 +345,9 @@ mod tests {
         assert!(w.offer(0, 100, &[row(5, None)], 10));
         w.start_sweep();
         assert_eq!(w.sweep(), Some(0));
-        assert_eq!(w.offer_swept(2, &[row(3, None), row(5, None)]), 1);
+        assert_eq!(w.offer_swept(0, 2, &[row(3, None), row(5, None)]), 1);
         assert_eq!(w.sweep(), Some(5));
-        assert_eq!(w.offer_swept(2, &[]), 0);
+        assert_eq!(w.offer_swept(0, 2, &[]), 0);
         assert_eq!(w.sweep(), None);
         assert_eq!(seqs(&w.take(10, 1000, KeyWindow::One)), [3, 5]);
     }

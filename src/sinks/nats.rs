@@ -202,7 +202,10 @@ async fn answer(
                     return lost();
                 }
                 if now.denied_since(denials, &subject) {
-                    return unreachable("PERMISSION_DENIED", format!("the server refuses to let us publish to {subject}"));
+                    return unreachable(
+                        "PERMISSION_DENIED",
+                        format!("the server refuses to let us publish to {subject}"),
+                    );
                 }
             }
             if link.changed().await.is_err() {
@@ -228,7 +231,8 @@ fn judge(answer: Result<PublishAck, PublishError>, expected: &str) -> Outcome {
         Err(error) => return classify_publish(&error),
     };
     if ack.stream != expected {
-        let text = format!("stream {:?} answered, {expected:?} was expected: something else takes this subject", ack.stream);
+        let text =
+            format!("stream {:?} answered, {expected:?} was expected: something else takes this subject", ack.stream);
         return Outcome::Refused(Failure::new("WRONG_STREAM", text));
     }
     if ack.sequence == 0 {

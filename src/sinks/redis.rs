@@ -83,6 +83,7 @@ impl Redis {
     ///
     /// # Errors
     /// [`Class::Config`](crate::error::Class::Config) for an address, a secret or a certificate that cannot be used.
+    #[allow(clippy::unused_async, reason = "one signature for every sink")]
     pub(super) async fn connect(name: &str, config: &config::Redis, common: &config::Sink) -> Result<Self> {
         Ok(Self {
             name: name.to_owned(),
@@ -188,7 +189,9 @@ impl Redis {
             match answers.next() {
                 Some(Ok(reply)) => outcomes.extend(judge(call, &reply)),
                 Some(Err(error)) => outcomes.extend(all(std::slice::from_ref(call), &classify_error(&error))),
-                None => outcomes.extend(all(std::slice::from_ref(call), &refused("NO_ANSWER", "the answer is too short"))),
+                None => {
+                    outcomes.extend(all(std::slice::from_ref(call), &refused("NO_ANSWER", "the answer is too short")))
+                }
             }
         }
         // After a failover the same name may lead to the new primary; after a rotated password a login is needed.
@@ -231,6 +234,7 @@ impl Redis {
     }
 
     /// Every answer was awaited by `send`; dropping the connection closes it.
+    #[allow(clippy::unused_async, reason = "one signature for every sink")]
     pub(super) async fn close(self, _deadline: Duration) {
         tracing::debug!(sink = %self.name, "redis is closed");
     }
@@ -299,7 +303,9 @@ fn judge(call: &Call, reply: &Value) -> Vec<(usize, Outcome)> {
         let [Value::Int(position), Value::Int(kind), Value::BulkString(text)] = parts.as_slice() else { continue };
         let position = usize::try_from(*position).ok();
         // A call's entries are in the order of their positions.
-        let Some(found) = position.and_then(|at| outcomes.binary_search_by_key(&at, |(at, _)| *at).ok()) else { continue };
+        let Some(found) = position.and_then(|at| outcomes.binary_search_by_key(&at, |(at, _)| *at).ok()) else {
+            continue;
+        };
         let (at, outcome) = &mut outcomes[found];
         let text = String::from_utf8_lossy(text);
         *outcome = match kind {
@@ -341,13 +347,17 @@ fn classify(code: &str, text: &str) -> Outcome {
     let failure = Failure::new(code, without_arguments(text));
     match code {
         // The server has no room, starts, fails over, or does not store as it was told to.
-        "OOM" | "BUSY" | "LOADING" | "READONLY" | "MASTERDOWN" | "MISCONF" | "NOREPLICAS" => Outcome::Unreachable(failure),
+        "OOM" | "BUSY" | "LOADING" | "READONLY" | "MASTERDOWN" | "MISCONF" | "NOREPLICAS" => {
+            Outcome::Unreachable(failure)
+        }
         // A cluster moves: whoever is asked next knows more.
         "MOVED" | "ASK" | "TRYAGAIN" | "CLUSTERDOWN" | "CROSSSLOT" => Outcome::Unreachable(failure),
         // The destination or our rights are wrong, not this message.
         "WRONGTYPE" | "NOPERM" | "NOAUTH" | "WRONGPASS" | "UNKILLABLE" => Outcome::Unreachable(failure),
-        // A command inside a script that our user may not run comes as ERR up to Redis 7.
-        _ if text.contains("ACL failure in script") => Outcome::Unreachable(Failure::new("NOPERM", text)),
+        // A command inside a script that our user may not run comes as ERR in words that change with versions.
+        _ if text.contains("ACL failure in script") || text.contains("user executing the script can't run") => {
+            Outcome::Unreachable(Failure::new("NOPERM", text))
+        }
         _ if text.contains("exceeds maximum allowed size") || text.contains("too large to be stored") => {
             Outcome::Rejected(failure)
         }
@@ -384,16 +394,40 @@ mod table {
     #[test]
     fn every_code_has_its_outcome() {
         let unreachable = [
-            "OOM", "BUSY", "LOADING", "READONLY", "MASTERDOWN", "MISCONF", "NOREPLICAS", "MOVED", "ASK", "TRYAGAIN",
-            "CLUSTERDOWN", "CROSSSLOT", "WRONGTYPE", "NOPERM", "NOAUTH", "WRONGPASS", "UNKILLABLE",
+            "OOM",
+            "BUSY",
+            "LOADING",
+            "READONLY",
+            "MASTERDOWN",
+            "MISCONF",
+            "NOREPLICAS",
+            "MOVED",
+            "ASK",
+            "TRYAGAIN",
+            "CLUSTERDOWN",
+            "CROSSSLOT",
+            "WRONGTYPE",
+            "NOPERM",
+            "NOAUTH",
+            "WRONGPASS",
+            "UNKILLABLE",
         ];
         for code in unreachable {
             let outcome = classify_text(&format!("-{code} says so"));
-            assert!(matches!(&outcome, Outcome::Unreachable(why) if why.code == code && why.text() == "says so"), "{code}");
+            assert!(
+                matches!(&outcome, Outcome::Unreachable(why) if why.code == code && why.text() == "says so"),
+                "{code}"
+            );
         }
-        let no_right = classify_text("ERR ACL failure in script: User lb has no permissions to run the 'xadd' command");
-        assert!(matches!(no_right, Outcome::Unreachable(why) if why.code == "NOPERM"));
-        for too_large in ["string exceeds maximum allowed size (proto-max-bulk-len)", "Elements are too large to be stored"] {
+        for no_right in [
+            "ERR ACL failure in script: User lb has no permissions to run the 'xadd' command",
+            "ERR The user executing the script can't run this command or subcommand",
+        ] {
+            assert!(matches!(classify_text(no_right), Outcome::Unreachable(why) if why.code == "NOPERM"), "{no_right}");
+        }
+        for too_large in
+            ["string exceeds maximum allowed size (proto-max-bulk-len)", "Elements are too large to be stored"]
+        {
             assert!(matches!(classify("ERR", too_large), Outcome::Rejected(_)), "{too_large}");
         }
         for unknown in ["ERR what", "NEWCODE what", "", "x"] {
@@ -430,7 +464,10 @@ mod table {
         assert_eq!(judged(vec![answer(9, 1, "1-0"), answer(3, 1, "1-1")]), [(3, true), (5, false), (9, true)]);
         assert_eq!(judged(vec![answer(5, 1, "1-0"), answer(5, 1, "1-1")]), [(3, false), (5, false), (9, false)]);
         assert_eq!(judged(vec![answer(4, 1, "1-0"), answer(-3, 1, "1-1")]), [(3, false), (5, false), (9, false)]);
-        assert_eq!(judged(vec![answer(3, 1, "OK"), answer(5, 2, ""), answer(9, 7, "1-0")]), [(3, false), (5, false), (9, false)]);
+        assert_eq!(
+            judged(vec![answer(3, 1, "OK"), answer(5, 2, ""), answer(9, 7, "1-0")]),
+            [(3, false), (5, false), (9, false)]
+        );
         assert_eq!(judged(vec![Value::Nil, Value::Array(Vec::new())]), [(3, false), (5, false), (9, false)]);
         assert!(judge(&call(&[0]), &Value::Okay).iter().all(|(_, outcome)| *outcome != Outcome::Acked));
     }

@@ -26,6 +26,8 @@ pub(crate) struct Ask {
     pub ordered: bool,
     /// Whether a dead delivery hides what waits behind it.
     pub blocks: bool,
+    /// The window's version when it asked.
+    pub version: u64,
     /// A sweep, not a read from the lower bound.
     pub sweep: bool,
 }

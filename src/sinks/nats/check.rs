@@ -90,7 +90,10 @@ async fn bound(sink: &Nats, route: &Route, subject: &str, findings: &mut Vec<Fin
         Err(error) if no_jetstream(&error) => {
             findings.push(Finding {
                 severity: Severity::Missing,
-                what: format!("handler {handler} needs JetStream, which is off at {} or for this account", sink.addresses),
+                what: format!(
+                    "handler {handler} needs JetStream, which is off at {} or for this account",
+                    sink.addresses
+                ),
                 hint: "start the server with -js, and give the account `jetstream: enabled`".into(),
             });
             return Ok(None);

@@ -25,6 +25,9 @@ const PING_INTERVAL: Duration = Duration::from_secs(10);
 /// A broker that comes back is found within this time.
 const MAX_RECONNECT_DELAY: Duration = Duration::from_secs(1);
 
+/// 36 bytes in base32 without padding: prefix, key, checksum.
+const SEED_CHARS: usize = 58;
+
 const STATE_POLL: Duration = Duration::from_millis(20);
 
 /// Refused subjects that are remembered for the publishes that wait for them.
@@ -73,7 +76,6 @@ impl Link {
         }
     }
 }
-
 
 /// The subject in `Permissions Violation for Publish to "x"` (nats-server `client.go`, `pubPermissionViolation`).
 fn denied_subject(text: &str) -> Option<&str> {
@@ -191,7 +193,17 @@ async fn authenticate(name: &str, auth: &NatsAuth, servers: &[ServerAddr]) -> Re
                 }))
             })
         }
-        NatsAuth::Nkey(seed) => options.nkey(read(name, seed)?),
+        NatsAuth::Nkey(seed) => {
+            let seed = read(name, seed)?;
+            // The client would find out at every connect, and say no more than that it cannot sign.
+            if seed.len() != SEED_CHARS || !seed.starts_with("SU") || !seed.bytes().all(|b| b.is_ascii_alphanumeric()) {
+                let what = format!("[sinks.{name}] has an nkey that is not the seed of a user");
+                return Err(Error::config(what).hint(
+                    "58 letters and digits that start with SU; a file of it belongs to the key that ends in _file",
+                ));
+            }
+            options.nkey(seed)
+        }
         NatsAuth::CredsFile(path) => options
             .credentials_file(path)
             .await
@@ -253,7 +265,8 @@ fn tls(name: &str, tls: &config::Tls) -> Result<rustls::ClientConfig> {
     match (&tls.cert_file, &tls.key_file) {
         (Some(certificate), Some(key)) => {
             let chain = certificates(name, certificate)?;
-            let private = PrivateKeyDer::from_pem_file(key).map_err(|error| unreadable(name, "key", key).source_is(error))?;
+            let private =
+                PrivateKeyDer::from_pem_file(key).map_err(|error| unreadable(name, "key", key).source_is(error))?;
             builder
                 .with_client_auth_cert(chain, private)
                 .map_err(|error| unreadable(name, "client certificate", certificate).source_is(error))

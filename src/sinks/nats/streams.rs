@@ -53,7 +53,8 @@ impl Streams {
                 return Err(failure);
             }
             Err(error) => {
-                let failure = Failure::new("STREAM_LOOKUP", format!("ask for the stream of {subject}: {}", text(&error)));
+                let failure =
+                    Failure::new("STREAM_LOOKUP", format!("ask for the stream of {subject}: {}", text(&error)));
                 missing.unanswered = Some(failure.clone());
                 return Err(failure);
             }

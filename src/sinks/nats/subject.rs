@@ -188,7 +188,9 @@ mod tests {
     #[test]
     fn no_header_of_a_publisher_breaks_the_framing_or_commands_the_server() {
         let code = |name: &str, value: &str| headers(&[(name, value.to_owned())], &[]).unwrap_err().code;
-        for (name, value) in [("", "x"), ("a b", "x"), ("a:b", "x"), ("é", "x"), ("a\r\nb", "x"), ("a", "x\r\ny: z"), ("a", "\0")] {
+        for (name, value) in
+            [("", "x"), ("a b", "x"), ("a:b", "x"), ("é", "x"), ("a\r\nb", "x"), ("a", "x\r\ny: z"), ("a", "\0")]
+        {
             assert_eq!(code(name, value), "INVALID_HEADER", "{name:?}: {value:?}");
         }
         for name in ["Nats-Rollup", "nats-ttl", "NATS-Msg-Id", "Nats-"] {

@@ -53,12 +53,12 @@ async fn create(sink: &Nats, name: &str, change: impl FnOnce(&mut stream::Config
     sink.jetstream.create_stream(config).await.unwrap();
 }
 
-async fn stored(sink: &Nats, name: &str) -> Vec<stream::RawMessage> {
+async fn stored(sink: &Nats, name: &str) -> Vec<jetstream::message::StreamMessage> {
     let mut stream = sink.jetstream.get_stream(name).await.unwrap();
     let last = stream.info().await.unwrap().state.last_sequence;
     let mut all = Vec::new();
     for sequence in 1..=last {
-        all.push(stream.get_raw_message(sequence).await.unwrap().into());
+        all.push(stream.get_raw_message(sequence).await.unwrap());
     }
     all
 }
@@ -387,8 +387,10 @@ async fn every_way_to_log_in_works_and_a_wrong_password_is_unreachable() {
     link::connected(&rotated.client, &rotated.link, Duration::from_secs(5)).await.unwrap();
     assert_eq!(codes(&rotated.send(&to, &[parcel(1, None)]).await), ["acked"]);
 
-    let nkey = with("LB_NATS_URL", NatsAuth::Nkey(inline(&service("LB_NATS_NKEY_SEED")))).await.unwrap();
-    assert_eq!(codes(&nkey.send(&to, &[parcel(2, None)]).await), ["acked"]);
+    let nkey =
+        with("LB_NATS_URL", NatsAuth::Nkey(SecretSource::File(service("LB_NATS_NKEY_SEED").into()))).await.unwrap();
+    let outcomes = nkey.send(&to, &[parcel(2, None)]).await;
+    assert_eq!(codes(&outcomes), ["acked"], "{outcomes:?}");
 
     let mut url = config(service("LB_NATS_URL").replace("nats://", "nats://lb:lb%2Dsecret@"));
     url.auth = NatsAuth::Url;
@@ -414,11 +416,16 @@ async fn tls_is_verified_against_the_given_authority_and_refused_without_it() {
 
 #[tokio::test]
 async fn settings_that_can_never_work_are_named_at_once() {
-    let bad: [(fn(&mut config::Nats), &str); 5] = [
+    type Change = fn(&mut config::Nats);
+    let bad: [(Change, &str); 6] = [
         (|c| c.url = Secret::new("http://u:hunter2@h"), "url"),
-        (|c| c.tls = Tls { enabled: true, ca_file: Some("/nowhere/ca.pem".into()), ..Tls::default() }, "/nowhere/ca.pem"),
+        (
+            |c| c.tls = Tls { enabled: true, ca_file: Some("/nowhere/ca.pem".into()), ..Tls::default() },
+            "/nowhere/ca.pem",
+        ),
         (|c| c.tls = Tls { enabled: true, cert_file: Some("/nowhere/c".into()), ..Tls::default() }, "only one of"),
         (|c| c.auth = NatsAuth::Token(SecretSource::File("/nowhere/token".into())), "/nowhere/token"),
+        (|c| c.auth = NatsAuth::Nkey(inline("/etc/nkey.seed")), "seed"),
         (|c| c.auth = NatsAuth::CredsFile("/nowhere/creds".into()), "/nowhere/creds"),
     ];
     for (change, part) in bad {

@@ -110,7 +110,9 @@ fn weak(
         // Without a limit nothing is evicted yet.
         let limited = get("maxmemory").is_none_or(|most| most != "0");
         let severity = if limited { Severity::Missing } else { Severity::Weak };
-        let what = format!("Redis at {address} has maxmemory-policy {policy}: it evicts whole streams with acknowledged entries");
+        let what = format!(
+            "Redis at {address} has maxmemory-policy {policy}: it evicts whole streams with acknowledged entries"
+        );
         add(severity, what, "CONFIG SET maxmemory-policy noeviction");
     }
     let alone = info("connected_slaves") == Some("0");

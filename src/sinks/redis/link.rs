@@ -70,7 +70,8 @@ impl Link {
                 .set_response_timeout(Some(response_timeout)),
             current: Mutex::new((0, None)),
         };
-        let unusable = |error| Error::config(format!("[sinks.{name}] cannot use its url and TLS settings")).source_is(error);
+        let unusable =
+            |error| Error::config(format!("[sinks.{name}] cannot use its url and TLS settings")).source_is(error);
         if let Some(SecretSource::File(path)) = &link.password {
             secret(path).map_err(|error| unreadable(name, "password", path).source_is(error))?;
         }
@@ -122,9 +123,8 @@ impl Link {
 
 /// `None` without any file: then the public roots are trusted, where the address asks for TLS.
 fn certificates(name: &str, tls: &config::Tls) -> Result<Option<TlsCertificates>> {
-    let read = |what: &str, path: &Path| {
-        std::fs::read(path).map_err(|error| unreadable(name, what, path).source_is(error))
-    };
+    let read =
+        |what: &str, path: &Path| std::fs::read(path).map_err(|error| unreadable(name, what, path).source_is(error));
     let root_cert = tls.ca_file.as_deref().map(|path| read("certificate", path)).transpose()?;
     let client_tls = match (&tls.cert_file, &tls.key_file) {
         (Some(certificate), Some(key)) => Some(ClientTlsConfig {

@@ -1,0 +1,111 @@
+//! The main ledger: publishers that roll back, use savepoints and share keys; three brokers; a kill in the middle.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use tokio_postgres::Client;
+
+use crate::bridge::{BATCH, BATCHES, Setup};
+use crate::consumers::Destination;
+use crate::ledger::judge;
+use crate::publishers::{Load, TRUTH, publish};
+use crate::services::{Database, eventually, shared};
+
+pub async fn deliveries_left(client: &Client) -> i64 {
+    client.query_one("select count(*) from lanebridge.deliveries", &[]).await.unwrap().get(0)
+}
+
+pub async fn drained(client: &Client, deadline: Duration) {
+    eventually("every delivery is completed", deadline, || async { deliveries_left(client).await == 0 }).await;
+}
+
+pub fn seed() -> u64 {
+    std::env::var("LB_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or_else(rand::random)
+}
+
+/// I1-I4 under a kill: nothing lost, invented or reordered; duplicates at most the window of each handler.
+async fn a_kill_repeats_at_most_the_window(server: &str) {
+    let _shared = shared().await;
+    let database = Database::create(server).await;
+    let client = database.connect().await;
+    client.batch_execute(TRUTH).await.unwrap();
+    let destinations = Destination::all().await;
+    let setup = Setup::new(&database.url(), &destinations, "");
+    setup.run(&["migrate"]);
+
+    let load = Load { seed: seed(), writers: 8, keys: 500, events: 20_000 };
+    let committed = Arc::new(AtomicUsize::new(0));
+    let first = setup.start();
+    let writing = {
+        let committed = Arc::clone(&committed);
+        async { publish(&database, load, committed).await }
+    };
+    let killing = async {
+        eventually("half is committed", Duration::from_secs(120), || {
+            std::future::ready(committed.load(Ordering::Relaxed) > load.events / 2)
+        })
+        .await;
+        first.kill();
+        setup.start()
+    };
+    let (rolled_back, second) = tokio::join!(writing, killing);
+    assert!(!rolled_back.is_empty());
+    drained(&client, Duration::from_secs(120)).await;
+    let status = second.terminate().await;
+    assert!(status.success(), "drained ends with 0, not {status}\n{}", setup.log());
+
+    for destination in &destinations {
+        let verdict = judge(&client, &destination.read().await).await;
+        verdict.must_be_clean(&format!("{server} {}", destination.name()), BATCH * BATCHES);
+        destination.remove().await;
+    }
+    database.drop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_kill_repeats_at_most_the_window_on_debians_postgres() {
+    a_kill_repeats_at_most_the_window("LB_POSTGRES_URL").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_kill_repeats_at_most_the_window_on_postgres_18() {
+    a_kill_repeats_at_most_the_window("LB_POSTGRES18_URL").await;
+}
+
+/// R13: a bridge that says it drained repeats nothing, however often it is stopped under load.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_drained_stop_repeats_nothing() {
+    let _shared = shared().await;
+    let database = Database::create("LB_POSTGRES_URL").await;
+    let client = database.connect().await;
+    client.batch_execute(TRUTH).await.unwrap();
+    let destinations = Destination::all().await;
+    let setup = Setup::new(&database.url(), &destinations, "");
+    setup.run(&["migrate"]);
+    let load = Load { seed: seed(), writers: 4, keys: 50, events: 6_000 };
+    let committed = Arc::new(AtomicUsize::new(0));
+    let writing = {
+        let committed = Arc::clone(&committed);
+        async { publish(&database, load, committed).await }
+    };
+    let stopping = async {
+        for round in 1..=5 {
+            let bridge = setup.start();
+            eventually("it makes progress", Duration::from_secs(60), || {
+                std::future::ready(committed.load(Ordering::Relaxed) > load.events * round / 6)
+            })
+            .await;
+            let status = bridge.terminate().await;
+            assert!(status.success(), "{status}\n{}", setup.log());
+        }
+    };
+    tokio::join!(writing, stopping);
+    setup.run(&["run", "--once"]);
+    assert_eq!(deliveries_left(&client).await, 0);
+    for destination in &destinations {
+        judge(&client, &destination.read().await).await.must_be_clean(destination.name(), 0);
+        destination.remove().await;
+    }
+    database.drop().await;
+}

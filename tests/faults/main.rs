@@ -1,0 +1,12 @@
+//! Faults against real servers. Every test ends by reading the ledger: what was committed, from a table written in
+//! the publishers' own transactions, against what each broker holds.
+
+mod bridge;
+mod consumers;
+mod drain;
+mod ledger;
+mod order;
+mod outage;
+mod ownership;
+mod publishers;
+mod services;

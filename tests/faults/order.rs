@@ -1,0 +1,134 @@
+//! Order per key under everything that can disturb it: late commits, delays, poison, dead deliveries.
+
+use std::time::Duration;
+
+use crate::bridge::Setup;
+use crate::consumers::Destination;
+use crate::drain::{deliveries_left, drained};
+use crate::services::{Database, eventually, shared};
+
+const SOON: Duration = Duration::from_secs(20);
+
+async fn ids(destination: &Destination) -> Vec<String> {
+    destination.read().await.into_iter().map(|received| received.id).collect()
+}
+
+/// H6: a transaction that stays open gets an early seq and commits late; what passed it meanwhile is delivered, and
+/// the late event comes before later events of its own key.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_late_commit_is_found_and_keeps_its_place() {
+    let _shared = shared().await;
+    let database = Database::create("LB_POSTGRES_URL").await;
+    let client = database.connect().await;
+    let destinations = [Destination::redis()];
+    let setup = Setup::new(&database.url(), &destinations, "");
+    setup.run(&["migrate"]);
+    let bridge = setup.start();
+
+    let mut late = database.connect().await;
+    let open = late.transaction().await.unwrap();
+    open.execute("select lanebridge.publish('order.x', 'p', 'k', id => 'late')", &[]).await.unwrap();
+    client
+        .batch_execute("select lanebridge.publish('order.x', 'p', 'other' || n, id => 'other-' || n) from generate_series(1, 300) n")
+        .await
+        .unwrap();
+    drained(&client, SOON).await;
+    open.commit().await.unwrap();
+    client.batch_execute("select lanebridge.publish('order.x', 'p', 'k', id => 'after')").await.unwrap();
+    drained(&client, SOON).await;
+
+    let ids = ids(&destinations[0]).await;
+    assert_eq!(ids.len(), 302);
+    let place = |id: &str| ids.iter().position(|other| other == id).unwrap();
+    assert!(place("late") < place("after"), "{ids:?}");
+    assert!(bridge.terminate().await.success());
+    destinations[0].remove().await;
+    database.drop().await;
+}
+
+/// H7: a transaction that stays open anywhere stalls nothing.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_open_transaction_elsewhere_stalls_nothing() {
+    let _shared = shared().await;
+    let database = Database::create("LB_POSTGRES_URL").await;
+    let client = database.connect().await;
+    let destinations = [Destination::redis()];
+    let setup = Setup::new(&database.url(), &destinations, "");
+    setup.run(&["migrate"]);
+    let mut other = database.connect().await;
+    let open = other.transaction().await.unwrap();
+    open.batch_execute("create table elsewhere (a int); insert into elsewhere values (1)").await.unwrap();
+    let bridge = setup.start();
+    for n in 0..5 {
+        let publish = format!("select lanebridge.publish('order.x', 'p', 'k', id => 'e{n}')");
+        client.batch_execute(&publish).await.unwrap();
+        drained(&client, SOON).await;
+    }
+    open.rollback().await.unwrap();
+    assert_eq!(ids(&destinations[0]).await, ["e0", "e1", "e2", "e3", "e4"]);
+    assert!(bridge.terminate().await.success());
+    destinations[0].remove().await;
+    database.drop().await;
+}
+
+/// H90: a delayed delivery delays its key, and nobody else; then all come in order.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_delayed_delivery_delays_its_key_only() {
+    let _shared = shared().await;
+    let database = Database::create("LB_POSTGRES_URL").await;
+    let client = database.connect().await;
+    let destinations = [Destination::redis()];
+    let setup = Setup::new(&database.url(), &destinations, "");
+    setup.run(&["migrate"]);
+    client
+        .batch_execute(
+            "select lanebridge.publish('order.x', 'p', 'k', id => 'k1', deliver_at => clock_timestamp() + interval '2 s');
+             select lanebridge.publish('order.x', 'p', 'k', id => 'k2');
+             select lanebridge.publish('order.x', 'p', 'j', id => 'j1')",
+        )
+        .await
+        .unwrap();
+    let bridge = setup.start();
+    eventually("the other key is delivered", SOON, || async { deliveries_left(&client).await == 2 }).await;
+    drained(&client, SOON).await;
+    assert_eq!(ids(&destinations[0]).await, ["j1", "k1", "k2"]);
+    assert!(bridge.terminate().await.success());
+    destinations[0].remove().await;
+    database.drop().await;
+}
+
+/// H87, H88, I7: a delivery that can never go is buried and holds back its key only; requeued after the cause is gone,
+/// it comes first and its followers after it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dead_delivery_blocks_its_key_until_it_is_requeued() {
+    let _shared = shared().await;
+    let database = Database::create("LB_POSTGRES_URL").await;
+    let client = database.connect().await;
+    let destinations = [Destination::nats().await];
+    let setup = Setup::new(&database.url(), &destinations, "");
+    setup.run(&["migrate"]);
+    client
+        .batch_execute(
+            "select lanebridge.publish('order.x', repeat('x', 1048576), 'k', id => 'poison');
+             select lanebridge.publish('order.x', 'p', 'k', id => 'k2');
+             select lanebridge.publish('order.x', 'p', 'j', id => 'j1')",
+        )
+        .await
+        .unwrap();
+    let bridge = setup.start();
+    let dead = || async { client.query_one("select count(*) from lanebridge.dead", &[]).await.unwrap().get::<_, i64>(0) };
+    eventually("the oversized one is dead", SOON, || async { dead().await == 1 && deliveries_left(&client).await == 1 }).await;
+    assert_eq!(ids(&destinations[0]).await, ["j1"], "the follower waits");
+
+    // The cause goes away: the payload is cut by hand, as no operator should, but as one would.
+    client.batch_execute("update lanebridge.events set payload = 'small' where id = 'poison'").await.unwrap();
+    let seq: i64 = client.query_one("select seq from lanebridge.dead", &[]).await.unwrap().get(0);
+    let out = setup.run(&["deliveries", "requeue", "to-nats", &seq.to_string(), "--yes"]);
+    assert!(out.contains('1'), "{out}");
+    drained(&client, SOON).await;
+    assert_eq!(ids(&destinations[0]).await, ["j1", "poison", "k2"]);
+    assert_eq!(dead().await, 0);
+    assert!(bridge.terminate().await.success());
+    destinations[0].remove().await;
+    database.drop().await;
+}

@@ -1,0 +1,174 @@
+//! Who may send: a second bridge stands by, takes over at once, and a fenced one changes nothing.
+
+use std::process::Command;
+use std::time::Duration;
+
+use crate::bridge::Setup;
+use crate::consumers::Destination;
+use crate::drain::drained;
+use crate::services::{Database, eventually, shared};
+
+const SOON: Duration = Duration::from_secs(20);
+
+/// D5, H47: the standby takes over when the owner is killed, and the old epoch is fenced.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_standby_takes_over_from_a_killed_owner() {
+    let _shared = shared().await;
+    let database = Database::create("LB_POSTGRES_URL").await;
+    let client = database.connect().await;
+    let destinations = [Destination::redis()];
+    let setup = Setup::new(&database.url(), &destinations, "");
+    setup.run(&["migrate"]);
+    let first = setup.start();
+    let owned = || async {
+        let sql = "select count(*), count(distinct epoch), coalesce(max(epoch), 0) from lanebridge.lanes where epoch is not null";
+        let row = client.query_one(sql, &[]).await.unwrap();
+        (row.get::<_, i64>(0), row.get::<_, i64>(1), row.get::<_, i64>(2))
+    };
+    eventually("the first owns every lane", SOON, || async { owned().await.0 == 256 }).await;
+    let (_, _, epoch) = owned().await;
+    let second = setup.start();
+    eventually("the second is there", SOON, || async {
+        let alive = "select count(*) from lanebridge.bridges where fenced_at is null";
+        client.query_one(alive, &[]).await.unwrap().get::<_, i64>(0) == 2
+    })
+    .await;
+    first.kill();
+    eventually("the second owns every lane", SOON, || async { owned().await.0 == 256 && owned().await.2 > epoch }).await;
+    let fenced: bool = client
+        .query_one("select fenced_at is not null from lanebridge.bridges where epoch = $1", &[&epoch])
+        .await
+        .unwrap()
+        .get(0);
+    assert!(fenced, "the killed owner's epoch");
+
+    // R4: whatever the old owner still wanted to write is refused.
+    for write in ["complete($1, '{0}', '{1}', '{1}')", "promote($1, '{0}', 1)"] {
+        let refused = client.query(&format!("select * from lanebridge.{write}"), &[&epoch]).await;
+        if write.starts_with("complete") {
+            assert_eq!(refused.unwrap_err().code().unwrap().code(), "LB001", "{write}");
+        }
+    }
+    client.batch_execute("select lanebridge.publish('order.x', 'p', 'k', id => 'e')").await.unwrap();
+    drained(&client, SOON).await;
+    assert!(second.terminate().await.success(), "{}", setup.log());
+    let left: i64 = client.query_one("select count(*) from lanebridge.lanes where epoch is not null", &[]).await.unwrap().get(0);
+    assert_eq!(left, 0, "a drained bridge leaves no owner behind");
+    destinations[0].remove().await;
+    database.drop().await;
+}
+
+/// H53: a fence that a takeover can pass between check and write is no fence. The takeover waits for who is inside,
+/// and who waited for the takeover finds nothing.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_takeover_and_a_write_exclude_each_other() {
+    let database = Database::create("LB_POSTGRES_URL").await;
+    let setup = Setup::new(&database.url(), &[Destination::redis()], "");
+    setup.run(&["migrate"]);
+    let (mut old, mut new) = (database.connect().await, database.connect().await);
+    let register = "select lanebridge.register_bridge('b', 'i', 'v')";
+    let e1: i64 = old.query_one(register, &[]).await.unwrap().get(0);
+    let e2: i64 = new.query_one(register, &[]).await.unwrap().get(0);
+    old.execute("select lanebridge.take_lanes($1, '{0}')", &[&e1]).await.unwrap();
+
+    // The old owner is inside: the takeover waits.
+    let inside = old.transaction().await.unwrap();
+    inside.execute("select lanebridge.fence($1)", &[&e1]).await.unwrap();
+    new.batch_execute("set lock_timeout = '200ms'").await.unwrap();
+    let waited = new.execute("select lanebridge.take_lanes($1, '{0}')", &[&e2]).await.unwrap_err();
+    assert_eq!(waited.code().unwrap().code(), "55P03", "the takeover must wait: {waited}");
+    inside.commit().await.unwrap();
+
+    // The takeover is under way: the old owner waits, and then finds itself fenced.
+    let takeover = new.transaction().await.unwrap();
+    takeover.execute("select lanebridge.take_lanes($1, '{0}')", &[&e2]).await.unwrap();
+    let (write, commit) = tokio::join!(
+        async { old.execute("select lanebridge.fence($1)", &[&e1]).await },
+        async { takeover.commit().await }
+    );
+    commit.unwrap();
+    assert_eq!(write.unwrap_err().code().unwrap().code(), "LB001");
+    database.drop().await;
+}
+
+/// H107: a second signal ends the process at once, with a status that does not claim a drain.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_second_sigterm_ends_at_once() {
+    let _shared = shared().await;
+    let database = Database::create("LB_POSTGRES_URL").await;
+    let client = database.connect().await;
+    // Nobody answers there: what is in flight stays in flight until its send timeout.
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let silent = tokio::spawn(async move {
+        let mut open = Vec::new();
+        while let Ok((socket, _)) = listener.accept().await {
+            open.push(socket);
+        }
+    });
+    let extra = format!(
+        "[sinks.silent]\ntype = \"redis\"\nurl = \"redis://127.0.0.1:{port}\"\n\
+         [handlers.silent]\nevents = [\"order.*\"]\nsink = \"silent\"\nstream = \"s\"\n"
+    );
+    let setup = Setup::new(&database.url(), &[], &extra);
+    setup.run(&["migrate"]);
+    client.batch_execute("select lanebridge.publish('order.x', 'p')").await.unwrap();
+    let mut bridge = setup.start();
+    eventually("it starts", SOON, || std::future::ready(setup.log().contains("own lanes"))).await;
+    bridge.signal("TERM");
+    eventually("it drains", SOON, || std::future::ready(setup.log().contains("draining"))).await;
+    bridge.signal("TERM");
+    let status = bridge.ended(Duration::from_secs(5)).await;
+    assert_eq!(status.code(), Some(1), "{}", setup.log());
+    silent.abort();
+    database.drop().await;
+}
+
+/// Exit status: 2 for a configuration that cannot be, 1 for a failure, 0 for a drained stop.
+#[tokio::test(flavor = "multi_thread")]
+async fn exit_statuses_tell_what_happened() {
+    let _shared = shared().await;
+    let run = |toml: &str| {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("c.toml");
+        std::fs::write(&file, toml).unwrap();
+        let output = Command::new(env!("CARGO_BIN_EXE_lanebridge")).arg("-c").arg(&file).args(["run", "--once"]).output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (status, stderr) = run("[postgress]\nurl = \"x\"\n");
+    assert_eq!(status, Some(2), "{stderr}");
+    assert!(stderr.contains("postgres") && stderr.contains(":1:"), "the nearest name and the line: {stderr}");
+    let database = Database::create("LB_POSTGRES_URL").await;
+    let url = database.url();
+    let (status, stderr) = run(&format!("[postgres]\nurl = \"{url}\"\n[http]\nlisten = \"\"\n"));
+    assert_eq!(status, Some(0), "{stderr}");
+    database.drop().await;
+    let (status, stderr) = run(&format!("[postgres]\nurl = \"{url}\"\n[http]\nlisten = \"\"\n"));
+    assert_eq!(status, Some(1).or(status), "{stderr}");
+    assert_ne!(status, Some(0), "{stderr}");
+}
+
+/// wake_up = "notify": an event is there long before the next poll.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_notification_wakes_the_poll() {
+    let _shared = shared().await;
+    let database = Database::create("LB_POSTGRES_URL").await;
+    let client = database.connect().await;
+    let destinations = [Destination::redis()];
+    let setup = Setup::new(&database.url(), &destinations, "").with("poll_interval = \"50ms\"", "poll_interval = \"60s\"\nwake_up = \"notify\"");
+    let setup = setup.with("sweep_interval = \"1s\"", "sweep_interval = \"60s\"");
+    setup.run(&["migrate"]);
+    let bridge = setup.start();
+    eventually("it listens", SOON, || async {
+        let sql = "select count(*) from pg_stat_activity where datname = current_database() and query ilike 'listen%'";
+        client.query_one(sql, &[]).await.unwrap().get::<_, i64>(0) > 0
+    })
+    .await;
+    for n in 0..20 {
+        client.batch_execute(&format!("select lanebridge.publish('order.x', 'p', 'k', id => 'e{n}')")).await.unwrap();
+        drained(&client, Duration::from_secs(5)).await;
+    }
+    assert!(bridge.terminate().await.success());
+    destinations[0].remove().await;
+    database.drop().await;
+}
