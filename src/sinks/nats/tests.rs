@@ -336,6 +336,21 @@ async fn a_lost_connection_ends_the_wait_and_the_next_send_works() {
 }
 
 #[tokio::test]
+async fn an_answer_that_does_not_come_in_time_is_unreachable_and_the_others_count() {
+    let sink = try_sink(config(service("LB_NATS_URL")), Duration::from_millis(500)).await.unwrap();
+    let (name, silent) = (fresh("slow"), fresh("silent"));
+    create(&sink, &name, |_| {}).await;
+    let _silent = sink.client.subscribe(format!("{silent}.x")).await.unwrap();
+    let to = |seq, stream: &str| change(parcel(seq, None), |event| event.headers = vec![("to".into(), stream.into())]);
+    let mut route = route("h", "{header:to}.x", Format::Raw);
+    Arc::make_mut(&mut route.handler).nats_stream = Some(name.clone());
+    let batch = [to(1, &silent), to(2, &name), to(3, &silent), to(4, &name)];
+    let outcomes = sink.send(&route, &batch).await;
+    assert_eq!(codes(&outcomes), ["unreachable TIMED_OUT", "acked", "unreachable TIMED_OUT", "acked"]);
+    delete(&sink, &name).await;
+}
+
+#[tokio::test]
 async fn a_check_names_the_stream_that_is_missing_and_every_weak_setting_once() {
     let (sink, name, gone) = (sink().await, fresh("weak"), fresh("gone"));
     create(&sink, &name, |config| {
