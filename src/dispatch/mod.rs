@@ -2,7 +2,7 @@
 //! pure; here is the I/O around them.
 //!
 //! I1: an answer that does not come (a panic, a lost task, a short list) is never an acknowledgement. I2: rows reach a
-//! sink only through [`Confirmer::confirm`]. I5: every failure here ends in a later retry; nothing waits for ever,
+//! sink only through `Confirmer::confirm`. I5: every failure here ends in a later retry; nothing waits for ever,
 //! since every database and broker call has a deadline of its own.
 
 mod breaker;

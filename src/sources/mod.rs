@@ -1,6 +1,6 @@
 //! Sources: how a bridge learns of deliveries. The poll decides what is sent; everything else only hints.
 //!
-//! I2: a delivery leaves this module as a [`Parcel`] only after an ordinary read saw it (R1) and the write-ahead log
+//! I2: a delivery leaves this module as a `Parcel` only after an ordinary read saw it (R1) and the write-ahead log
 //! that committed it was flushed (R2). Nothing here remembers a position across restarts.
 
 mod confirm;

@@ -1,0 +1,30 @@
+# Everything here works in a fresh clone on a machine with nothing but cargo: scripts/services installs the rest (as root
+# on Debian; elsewhere it says what is missing) and starts servers of this checkout only, on 127.0.0.1.
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test build fmt lint services clean-services
+
+help: ## show this
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1 \2/p' $(MAKEFILE_LIST) | while read -r name text; do printf '%-16s%s\n' "$$name" "$$text"; done
+
+demo: services build ## publish orders, kill the bridge, and show what each broker's own client received
+	scripts/demo
+
+test: services build ## all tests, against real servers
+	scripts/test
+
+build: ## the bridge, target/debug/lanebridge
+	scripts/services build-deps
+	cargo build --locked
+
+fmt: ## format all sources
+	cargo fmt
+
+lint: ## what CI checks besides tests
+	scripts/lint
+
+services: ## install what is missing, and start Postgres, Kafka, NATS and Redis
+	scripts/services up
+
+clean-services: ## stop them and delete their data
+	scripts/services down --purge
