@@ -153,6 +153,8 @@ impl Sink {
 
     /// Gives what is in flight until `deadline` (from now) to be answered, then closes the connections.
     pub async fn close(self, deadline: Duration) {
+        // Unused when no broker is built in.
+        let _ = deadline;
         match self {
             #[cfg(feature = "kafka")]
             Sink::Kafka(sink) => sink.close(deadline).await,
