@@ -66,15 +66,10 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
         handlers = outlets.len(), "bridge starts");
     let holder = lanes::hold(connector.direct(), names.clone(), identity, tell, release.clone());
     let mut holder = tokio::spawn(holder);
-    let listener = (config.bridge.wake_up == WakeUp::Notify).then(|| {
-        tokio::spawn(sources::listen(connector.direct(), names.clone(), Arc::clone(&wake), release.clone()))
-    });
-    let janitor = tokio::spawn(crate::janitor::run(
-        connector.clone(),
-        names.clone(),
-        config.retention.clone(),
-        release.clone(),
-    ));
+    let listener = (config.bridge.wake_up == WakeUp::Notify)
+        .then(|| tokio::spawn(sources::listen(connector.direct(), names.clone(), Arc::clone(&wake), release.clone())));
+    let janitor =
+        tokio::spawn(crate::janitor::run(connector.clone(), names.clone(), config.retention.clone(), release.clone()));
 
     let settings = Settings {
         poll_interval: config.bridge.poll_interval,
@@ -106,12 +101,22 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
         }
     }
     let (ended, totals) = ended?;
-    tracing::info!(acked = totals.acked, completed = totals.completed, refused = totals.refused, rejected = totals.rejected,
-        unreachable = totals.unreachable, not_there = totals.missing, swept = totals.swept, "bridge stops");
+    tracing::info!(
+        acked = totals.acked,
+        completed = totals.completed,
+        refused = totals.refused,
+        rejected = totals.rejected,
+        unreachable = totals.unreachable,
+        not_there = totals.missing,
+        swept = totals.swept,
+        "bridge stops"
+    );
     match ended {
         Ended::Drained => Ok(()),
-        Ended::Undrained(n) => Err(Error::new(format!("stopped before {n} deliveries were settled; they may be sent again"))
-            .hint("raise [bridge] shutdown_timeout, or see which broker did not answer")),
+        Ended::Undrained(n) => {
+            Err(Error::new(format!("stopped before {n} deliveries were settled; they may be sent again"))
+                .hint("raise [bridge] shutdown_timeout, or see which broker did not answer"))
+        }
     }
 }
 
@@ -166,7 +171,10 @@ pub(crate) async fn register(config: &Config, session: &Client, names: &Names) -
     let ours: Vec<&str> = config.handlers.keys().map(String::as_str).collect();
     for row in session.query(&names.render(OTHER_HANDLERS), &[&ours]).await? {
         let handler: String = row.try_get(0).unwrap_or_default();
-        tracing::warn!(handler, "the database knows a handler that this configuration does not have; its deliveries wait");
+        tracing::warn!(
+            handler,
+            "the database knows a handler that this configuration does not have; its deliveries wait"
+        );
     }
     Ok(ids)
 }
@@ -206,11 +214,7 @@ pub(crate) fn routes(config: &Config, sink: &str) -> Vec<Route> {
     handlers.map(|handler| Route { handler: Arc::new(handler.clone()), source: Arc::clone(&source) }).collect()
 }
 
-fn outlets(
-    config: &Config,
-    ids: &BTreeMap<String, i32>,
-    sinks: &BTreeMap<String, Arc<Sink>>,
-) -> Result<Vec<Outlet>> {
+fn outlets(config: &Config, ids: &BTreeMap<String, i32>, sinks: &BTreeMap<String, Arc<Sink>>) -> Result<Vec<Outlet>> {
     let share = config.bridge.max_in_flight_bytes / config.handlers.len().max(1) as u64;
     let mut outlets = Vec::with_capacity(config.handlers.len());
     for (name, sink) in sinks {
@@ -245,8 +249,11 @@ fn outlets(
 /// its topic must not stop the others, and its deliveries wait.
 async fn check_destinations(sinks: &BTreeMap<String, Arc<Sink>>, outlets: &[Outlet], stop: &CancellationToken) {
     for (name, sink) in sinks {
-        let routes: Vec<Route> =
-            outlets.iter().filter(|outlet| outlet.route.handler.sink == *name).map(|outlet| outlet.route.clone()).collect();
+        let routes: Vec<Route> = outlets
+            .iter()
+            .filter(|outlet| outlet.route.handler.sink == *name)
+            .map(|outlet| outlet.route.clone())
+            .collect();
         let found = tokio::select! {
             found = sink.check(&routes) => found,
             () = stop.cancelled() => return,

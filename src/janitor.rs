@@ -21,14 +21,12 @@ const VACUUM_EVERY: Duration = Duration::from_secs(5);
 const DEAD_ROWS: i64 = 5000;
 
 /// $1 table name as text.
-const DEAD_TUPLES: &str =
-    "select n_dead_tup from pg_stat_all_tables where relid = '{schema}.{p}deliveries'::regclass";
+const DEAD_TUPLES: &str = "select n_dead_tup from pg_stat_all_tables where relid = '{schema}.{p}deliveries'::regclass";
 const IN_DEFAULT: &str = "select count(*) from (select from {schema}.{p}events_default limit 1000) d";
 
 /// Runs until `stop`.
 pub(crate) async fn run(connector: Connector, names: Names, retention: config::Retention, stop: CancellationToken) {
-    let mut janitor =
-        Janitor { connector, names, retention, session: None, may_vacuum: true, default_rows: 0 };
+    let mut janitor = Janitor { connector, names, retention, session: None, may_vacuum: true, default_rows: 0 };
     let mut partitions = tokio::time::interval(PARTITIONS_EVERY);
     partitions.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut vacuum = tokio::time::interval(VACUUM_EVERY);
@@ -75,8 +73,10 @@ impl Janitor {
         }
         if let Some(retention) = retention {
             for row in session.query(&drop, &[&retention.as_secs_f64()]).await? {
-                tracing::info!(partition = row.try_get::<_, String>(0).unwrap_or_default(),
-                    "dropped a partition past its retention; all of its events were delivered");
+                tracing::info!(
+                    partition = row.try_get::<_, String>(0).unwrap_or_default(),
+                    "dropped a partition past its retention; all of its events were delivered"
+                );
             }
         }
         let rows: i64 = session.query_one(&in_default, &[]).await?.try_get(0).unwrap_or(0);
@@ -101,7 +101,9 @@ impl Janitor {
         match session.batch_execute(&vacuum).await {
             Err(error) if sqlstate(&error) == Some("42501") => {
                 self.may_vacuum = false;
-                tracing::warn!("this role may not vacuum the deliveries; autovacuum has to; hint: make the bridge's role its owner");
+                tracing::warn!(
+                    "this role may not vacuum the deliveries; autovacuum has to; hint: make the bridge's role its owner"
+                );
                 Ok(())
             }
             other => other,

@@ -17,7 +17,14 @@ use crate::error::{Class, Error, Result};
 #[command(name = "lanebridge", version, about, long_about = None, max_term_width = 100)]
 struct Cli {
     /// The configuration file.
-    #[arg(short, long, value_name = "FILE", env = "LANEBRIDGE_CONFIG", default_value = "lanebridge.toml", global = true)]
+    #[arg(
+        short,
+        long,
+        value_name = "FILE",
+        env = "LANEBRIDGE_CONFIG",
+        default_value = "lanebridge.toml",
+        global = true
+    )]
     config: PathBuf,
     /// Log lines as JSON, one object each.
     #[arg(long, global = true)]

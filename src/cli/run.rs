@@ -47,7 +47,8 @@ impl Migrate {
             super::print(&db::print(&names, db::MIGRATIONS))?;
             return Ok(());
         }
-        let mut session = Connector::new(&config.postgres, &config.bridge.name)?.connect("migrate", Session::Work).await?;
+        let mut session =
+            Connector::new(&config.postgres, &config.bridge.name)?.connect("migrate", Session::Work).await?;
         if self.status {
             let status = db::status(&session, &names, db::MIGRATIONS).await?;
             let rows = status.iter().map(|s| vec![s.version.to_string(), s.name.clone(), s.state.as_str().to_owned()]);

@@ -121,7 +121,8 @@ impl Writer {
                 let ord: i32 = row.try_get(0).map_err(broken)?;
                 let reason: String = row.try_get(1).map_err(broken)?;
                 let at = usize::try_from(ord - 1).ok().and_then(|at| acked.get(at));
-                let id = *at.ok_or_else(|| Error::new(format!("completion answered position {ord} of {}", acked.len())))?;
+                let id =
+                    *at.ok_or_else(|| Error::new(format!("completion answered position {ord} of {}", acked.len())))?;
                 Ok(Missing { id, reason })
             })
             .collect()

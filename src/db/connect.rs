@@ -260,7 +260,7 @@ fn explain(step: Step, what: String, source: tokio_postgres::Error, has_password
         _ => failure(what, source),
     };
     match (step, error.class()) {
-        (Step::Authenticate, Class::Config) if !has_password => {
+        (Step::Authenticate, Class::Config) if !has_password && super::sqlstate(&error) != Some("3D000") => {
             error.hint("no password is configured: put it into the URL or name a password_file")
         }
         (Step::Tls, Class::Failure) if is_io => {

@@ -407,8 +407,11 @@ impl Loop {
     /// For `--once`: two full rounds in a row that found nothing and left nothing.
     fn once_is_done(&mut self, now: Instant) -> Result<Option<Ended>> {
         if let Some(owners) = &self.none_free {
-            return Err(Error::new(format!("every lane is owned by another bridge ({}); nothing was drained", owners.join(", ")))
-                .hint("stop it, or let it do the work"));
+            return Err(Error::new(format!(
+                "every lane is owned by another bridge ({}); nothing was drained",
+                owners.join(", ")
+            ))
+            .hint("stop it, or let it do the work"));
         }
         let open = self.plan.open_breakers();
         let since = if open.is_empty() { None } else { Some(*self.sick_since.get_or_insert(now)) };
@@ -416,8 +419,10 @@ impl Loop {
         if since.is_some_and(|since| now.duration_since(since) > ONCE_PATIENCE) {
             let names = open.iter().filter_map(|id| self.outlets.get(id)).map(|o| o.route.handler.name.as_str());
             let names = names.collect::<Vec<_>>().join(", ");
-            return Err(Error::new(format!("the broker of {names} stayed unreachable for {ONCE_PATIENCE:?}; deliveries remain"))
-                .hint("run again when it is back; nothing is lost"));
+            return Err(Error::new(format!(
+                "the broker of {names} stayed unreachable for {ONCE_PATIENCE:?}; deliveries remain"
+            ))
+            .hint("run again when it is back; nothing is lost"));
         }
         if self.complete_rounds >= 2 && !self.writing {
             return Ok(Some(Ended::Drained));

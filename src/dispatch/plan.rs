@@ -208,7 +208,8 @@ impl Plan {
     /// Whether reading again at once would bring something: a page was cut, or a sweep is under way.
     pub(crate) fn wants_more(&self) -> bool {
         self.windows.iter().any(|(&(_, handler), window)| {
-            (window.sweep().is_some() && window.queued() < 2 * QUEUE) || (window.has_more() && self.room(handler, window) > 0)
+            (window.sweep().is_some() && window.queued() < 2 * QUEUE)
+                || (window.has_more() && self.room(handler, window) > 0)
         })
     }
 
@@ -273,7 +274,8 @@ impl Plan {
         }
         for ask in asks {
             let pair = (ask.lane, ask.handler);
-            let (Some(window), Some(handler)) = (self.windows.get_mut(&pair), self.handlers.get_mut(&ask.handler)) else {
+            let (Some(window), Some(handler)) = (self.windows.get_mut(&pair), self.handlers.get_mut(&ask.handler))
+            else {
                 continue;
             };
             let limit = usize::try_from(ask.limit).unwrap_or(0);
@@ -390,12 +392,9 @@ impl Plan {
                     self.totals.refused += 1;
                     let attempts = u32::try_from(row.attempts).unwrap_or(0) + 1;
                     match handler.rules.retry.delay(attempts, jitter) {
-                        Some(delay) => self.pending.refused.push(Refusal {
-                            id: row.id,
-                            attempts: row.attempts,
-                            delay,
-                            failure,
-                        }),
+                        Some(delay) => {
+                            self.pending.refused.push(Refusal { id: row.id, attempts: row.attempts, delay, failure })
+                        }
                         None => self.pending.buried.push(Burial { id: row.id, outcome: "refused", failure }),
                     }
                 }
@@ -411,7 +410,8 @@ impl Plan {
                 Answer::Held => window.held(seq),
                 Answer::EventMissing => {
                     self.totals.rejected += 1;
-                    let failure = Failure::new("EVENT_MISSING", "the event is not in its partition; it was removed by hand");
+                    let failure =
+                        Failure::new("EVENT_MISSING", "the event is not in its partition; it was removed by hand");
                     self.pending.buried.push(Burial { id: row.id, outcome: "rejected", failure });
                 }
             }

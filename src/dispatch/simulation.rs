@@ -174,7 +174,12 @@ impl World {
     fn promote(&mut self) -> Vec<Promoted> {
         let clock = self.clock;
         let due = self.table.iter_mut().filter(|(_, row)| row.due_at.is_some_and(|due| due <= clock));
-        let first = due.map(|(seq, row)| { row.due_at = None; *seq }).min();
+        let first = due
+            .map(|(seq, row)| {
+                row.due_at = None;
+                *seq
+            })
+            .min();
         first.map(|first_seq| Promoted { lane: LANE, handler: HANDLER, first_seq }).into_iter().collect()
     }
 
@@ -339,7 +344,11 @@ impl World {
             {
                 // A dead delivery that does not block is overtaken by design.
                 let last = last.entry(*key).or_default();
-                assert!(!self.blocks || seq > *last, "seed {seed}: key {key}: {seq} came first after {last}: {:?}", self.broker);
+                assert!(
+                    !self.blocks || seq > *last,
+                    "seed {seed}: key {key}: {seq} came first after {last}: {:?}",
+                    self.broker
+                );
                 *last = seq.max(*last);
             }
         }

@@ -41,13 +41,21 @@ select distinct b.name from {schema}.{p}lanes l join {schema}.{p}bridges b on b.
 /// What the owner of the session tells dispatch.
 #[derive(Debug)]
 pub(crate) enum Ownership {
-    Gained { epoch: i64, lanes: Vec<i16> },
+    Gained {
+        epoch: i64,
+        lanes: Vec<i16>,
+    },
     /// Every event with a seq up to `last_seq` belongs to a transaction below `xid`.
-    Mark { xid: i64, last_seq: i64 },
+    Mark {
+        xid: i64,
+        last_seq: i64,
+    },
     /// All lanes of the epoch are gone; nothing may be sent or written for them.
     Lost,
     /// The first round ended without a lane; these bridges hold them.
-    NoneFree { owners: Vec<String> },
+    NoneFree {
+        owners: Vec<String>,
+    },
 }
 
 /// Who this process is.
@@ -107,12 +115,9 @@ async fn term(
     stop: &CancellationToken,
 ) -> Result<()> {
     let session = connector.connect("lock", Session::Lock).await?;
-    let epoch: i64 = one(
-        &session,
-        &names.render(REGISTER),
-        &[&identity.name, &identity.instance, &env!("CARGO_PKG_VERSION")],
-    )
-    .await?;
+    let epoch: i64 =
+        one(&session, &names.render(REGISTER), &[&identity.name, &identity.instance, &env!("CARGO_PKG_VERSION")])
+            .await?;
     let lock = session.prepare(&names.render(LOCK)).await?;
     let heartbeat = session.prepare(&names.render(HEARTBEAT_SQL)).await?;
     let mut held: Vec<i16> = Vec::new();
@@ -183,10 +188,7 @@ async fn beat(
         return Err(Error::transient(format!("the session holds {locks} lane locks of {held}"))
             .hint("something ran DISCARD ALL or pg_advisory_unlock_all on it, or a pooler is in between"));
     }
-    let mark = Ownership::Mark {
-        last_seq: row.try_get(2).map_err(broken)?,
-        xid: row.try_get(3).map_err(broken)?,
-    };
+    let mark = Ownership::Mark { last_seq: row.try_get(2).map_err(broken)?, xid: row.try_get(3).map_err(broken)? };
     if tell.send(mark).await.is_err() {
         tracing::debug!("nobody listens to marks any more");
     }

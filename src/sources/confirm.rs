@@ -53,8 +53,7 @@ impl Confirmer {
         let handlers: Vec<i32> = rows.iter().map(|row| row.id.handler).collect();
         let seqs: Vec<i64> = rows.iter().map(|row| row.id.seq).collect();
         let created: Vec<time::OffsetDateTime> = rows.iter().map(|row| row.created_at).collect();
-        let found =
-            self.client.query(&self.confirm, &[&lanes, &handlers, &seqs, &created, &ordered, &blocks]).await?;
+        let found = self.client.query(&self.confirm, &[&lanes, &handlers, &seqs, &created, &ordered, &blocks]).await?;
         if found.len() != rows.len() {
             return Err(Error::new(format!("confirm deliveries: {} asked, {} answered", rows.len(), found.len())));
         }

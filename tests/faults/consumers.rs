@@ -175,10 +175,7 @@ async fn read_nats(subject: &str) -> Vec<Received> {
     if count == 0 {
         return Vec::new();
     }
-    let consumer = stream
-        .create_consumer(jetstream::consumer::pull::OrderedConfig::default())
-        .await
-        .unwrap();
+    let consumer = stream.create_consumer(jetstream::consumer::pull::OrderedConfig::default()).await.unwrap();
     let mut messages = consumer.messages().await.unwrap().take(usize::try_from(count).unwrap());
     let mut all = Vec::new();
     while let Some(message) = messages.next().await {
@@ -200,8 +197,15 @@ async fn read_redis(stream: &str) -> Vec<Received> {
     let mut after = "-".to_owned();
     loop {
         type Entry = (String, HashMap<String, Vec<u8>>);
-        let page: Vec<Entry> =
-            redis::cmd("XRANGE").arg(stream).arg(&after).arg("+").arg("COUNT").arg(5000).query_async(&mut redis).await.unwrap();
+        let page: Vec<Entry> = redis::cmd("XRANGE")
+            .arg(stream)
+            .arg(&after)
+            .arg("+")
+            .arg("COUNT")
+            .arg(5000)
+            .query_async(&mut redis)
+            .await
+            .unwrap();
         let Some((last, _)) = page.last() else { return all };
         after = format!("({last}");
         for (_, fields) in &page {

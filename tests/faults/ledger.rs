@@ -33,7 +33,9 @@ pub async fn judge(database: &Client, received: &[Received]) -> Verdict {
         .await
         .unwrap()
         .iter()
-        .map(|row| (row.get(0), Truth { key: row.get(1), seq: row.get(2), payload: row.get::<_, String>(3).into_bytes() }))
+        .map(|row| {
+            (row.get(0), Truth { key: row.get(1), seq: row.get(2), payload: row.get::<_, String>(3).into_bytes() })
+        })
         .collect();
     verdict(&truth, received)
 }

@@ -10,5 +10,6 @@ mod ledger;
 mod order;
 mod outage;
 mod ownership;
+mod partitions;
 mod publishers;
 mod services;

@@ -116,8 +116,12 @@ async fn a_dead_delivery_blocks_its_key_until_it_is_requeued() {
         .await
         .unwrap();
     let bridge = setup.start();
-    let dead = || async { client.query_one("select count(*) from lanebridge.dead", &[]).await.unwrap().get::<_, i64>(0) };
-    eventually("the oversized one is dead", SOON, || async { dead().await == 1 && deliveries_left(&client).await == 1 }).await;
+    let dead =
+        || async { client.query_one("select count(*) from lanebridge.dead", &[]).await.unwrap().get::<_, i64>(0) };
+    eventually("the oversized one is dead", SOON, || async {
+        dead().await == 1 && deliveries_left(&client).await == 1
+    })
+    .await;
     assert_eq!(ids(&destinations[0]).await, ["j1"], "the follower waits");
 
     // The cause goes away: the payload is cut by hand, as no operator should, but as one would.

@@ -19,7 +19,8 @@ const OUTAGE: Duration = Duration::from_secs(60);
 const APART: Duration = Duration::from_secs(20);
 
 async fn waiting(client: &Client, handler: &str) -> i64 {
-    let sql = "select count(*) from lanebridge.deliveries d join lanebridge.handlers h on h.id = d.handler where h.name = $1";
+    let sql =
+        "select count(*) from lanebridge.deliveries d join lanebridge.handlers h on h.id = d.handler where h.name = $1";
     client.query_one(sql, &[&handler]).await.unwrap().get(0)
 }
 
@@ -54,9 +55,11 @@ async fn an_outage_spends_no_attempt_and_stops_nobody_else() {
             for other in up {
                 let handler = format!("to-{other}");
                 // Publishing goes on, so "all of what was there" is what can be asked for.
-                let newest: i64 = client.query_one("select coalesce(max(seq), 0) from truth", &[]).await.unwrap().get(0);
+                let newest: i64 =
+                    client.query_one("select coalesce(max(seq), 0) from truth", &[]).await.unwrap().get(0);
                 eventually(&format!("{other} gets its events while {name} is away"), APART, || async {
-                    let sql = "select count(*) from lanebridge.deliveries d join lanebridge.handlers h on h.id = d.handler
+                    let sql =
+                        "select count(*) from lanebridge.deliveries d join lanebridge.handlers h on h.id = d.handler
                                where h.name = $1 and d.seq <= $2";
                     client.query_one(sql, &[&handler, &newest]).await.unwrap().get::<_, i64>(0) == 0
                 })

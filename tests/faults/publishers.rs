@@ -21,7 +21,8 @@ pub struct Load {
 }
 
 /// The table of what was committed: written with each publish, in its transaction.
-pub const TRUTH: &str = "create table truth (id text primary key, key text, seq bigint not null, payload text not null)";
+pub const TRUTH: &str =
+    "create table truth (id text primary key, key text, seq bigint not null, payload text not null)";
 
 /// Publishes until `load.events` are committed; counts them in `committed`. Returns the ids that were rolled back.
 pub async fn publish(database: &Database, load: Load, committed: Arc<AtomicUsize>) -> Vec<String> {
@@ -65,10 +66,7 @@ async fn write(
                 event = event.key(key);
             }
             let seq = publisher.publish(&point, event).await.unwrap();
-            point
-                .execute("insert into truth values ($1, $2, $3, $4)", &[&id, &key, &seq, &payload])
-                .await
-                .unwrap();
+            point.execute("insert into truth values ($1, $2, $3, $4)", &[&id, &key, &seq, &payload]).await.unwrap();
             if undo {
                 point.rollback().await.unwrap();
                 rolled_back.push(id);

@@ -62,7 +62,8 @@ impl Database {
 }
 
 pub async fn connect(url: &str) -> Client {
-    let (client, connection) = tokio_postgres::connect(url, NoTls).await.unwrap_or_else(|e| panic!("connect to {url}: {e}"));
+    let (client, connection) =
+        tokio_postgres::connect(url, NoTls).await.unwrap_or_else(|e| panic!("connect to {url}: {e}"));
     tokio::spawn(connection);
     client
 }
