@@ -61,8 +61,8 @@ pub(super) fn encode<'a>(parcel: &'a Parcel, route: &Route, names: Names) -> Enc
     };
     let ours = attributes.len();
     for (name, value) in &event.headers {
-        let taken = attributes[..ours].iter().any(|(own, _)| own.eq_ignore_ascii_case(name));
-        if !taken && !(names == Names::Redis && name == "data") {
+        let payload_field = names == Names::Redis && name == "data";
+        if !payload_field && !attributes[..ours].iter().any(|(own, _)| own.eq_ignore_ascii_case(name)) {
             attributes.push((name.clone().into(), value.clone()));
         }
     }

@@ -88,7 +88,7 @@ impl Sink {
             config::SinkKind::Redis(kind) => Ok(Sink::Redis(redis::Redis::connect(name, kind, config).await?)),
             #[cfg(not(feature = "redis"))]
             config::SinkKind::Redis(_) => Err(not_built(name, "redis")),
-            config::SinkKind::Stdout => Ok(Sink::Stdout(stdout::Stdout::new())),
+            config::SinkKind::Stdout => Ok(Sink::Stdout(stdout::Stdout::new(config.send_timeout))),
         }
     }
 

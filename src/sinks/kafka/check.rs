@@ -100,7 +100,7 @@ fn judge(settings: &Settings, topic: &str, who: &str, seen: &Topic, limits: Opti
                 ),
             );
         }
-        Some(code) if code == RDKafkaErrorCode::LeaderNotAvailable => {
+        Some(RDKafkaErrorCode::LeaderNotAvailable) => {
             return finding(
                 Severity::Missing,
                 format!("topic {topic} has no leader"),
