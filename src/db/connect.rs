@@ -19,6 +19,7 @@ use super::client::Client;
 use super::failure::failure;
 use super::session::{Session, check_server, sessions_are_shared, settings, settings_sql};
 use super::tls::{Progress, Step, Watched, client_config};
+use crate::config::pg_url::{PgUrl, SslMode};
 use crate::config::{self, Secret};
 use crate::error::{Class, Error, Result};
 
@@ -44,65 +45,16 @@ pub struct Connector {
 
 #[derive(Debug)]
 struct Shared {
-    target: Target,
-    direct: Option<Target>,
+    target: PgUrl,
+    direct: Option<PgUrl>,
     password_file: Option<PathBuf>,
     connect_timeout: Duration,
     statement_timeout: Duration,
     bridge: String,
 }
 
-// TODO(pg_url): replaced by config::pg_url when that branch is merged.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum SslMode {
-    Disable,
-    VerifyCa,
-    VerifyFull,
-}
-
-#[derive(Clone, Debug)]
-struct Target {
-    hosts: Vec<(String, u16)>,
-    user: String,
-    password: Option<Secret>,
-    dbname: String,
-    sslmode: SslMode,
-    sslrootcert: Option<PathBuf>,
-}
-
-fn target(url: &Secret) -> Result<Target> {
-    let (base, query) = url.expose().split_once('?').unwrap_or((url.expose(), ""));
-    let config: tokio_postgres::Config = base.parse().map_err(|_| Error::config("parse url"))?;
-    let hosts = config.get_hosts().iter().enumerate().map(|(i, host)| {
-        let port = config.get_ports().get(i).or(config.get_ports().first()).copied().unwrap_or(5432);
-        match host {
-            tokio_postgres::config::Host::Tcp(host) => (host.clone(), port),
-            tokio_postgres::config::Host::Unix(path) => (path.display().to_string(), port),
-        }
-    });
-    let hosts: Vec<_> = hosts.collect();
-    let option = |name: &str| query.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='));
-    let user = config.get_user().unwrap_or("postgres").to_owned();
-    Ok(Target {
-        dbname: config.get_dbname().unwrap_or(&user).to_owned(),
-        user,
-        password: config.get_password().map(|text| Secret::new(String::from_utf8_lossy(text))),
-        sslmode: match option("sslmode") {
-            Some("verify-full") => SslMode::VerifyFull,
-            Some("verify-ca") => SslMode::VerifyCa,
-            Some("disable") => SslMode::Disable,
-            // A password never leaves the machine in plain text unless the URL says so.
-            None if hosts.iter().all(|(host, _)| is_local(host)) => SslMode::Disable,
-            None => SslMode::VerifyFull,
-            Some(_) => return Err(Error::config("sslmode is none of disable, verify-ca, verify-full")),
-        },
-        sslrootcert: option("sslrootcert").map(PathBuf::from),
-        hosts,
-    })
-}
-
-fn is_local(host: &str) -> bool {
-    host.starts_with('/') || host == "localhost" || host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback())
+fn target(url: &Secret) -> Result<PgUrl> {
+    PgUrl::parse(url.expose()).map_err(|problem| Error::config(format!("the Postgres URL {problem}")))
 }
 
 impl Connector {
@@ -133,7 +85,7 @@ impl Connector {
         Self { pooled: true, ..self.clone() }
     }
 
-    fn target(&self) -> &Target {
+    fn target(&self) -> &PgUrl {
         match &self.shared.direct {
             Some(direct) if self.direct => direct,
             _ => &self.shared.target,
@@ -161,7 +113,7 @@ impl Connector {
     }
 
     /// Read again at every connect, so that a rotated password is picked up.
-    async fn password(&self, target: &Target) -> Result<Option<Secret>> {
+    async fn password(&self, target: &PgUrl) -> Result<Option<Secret>> {
         let Some(file) = &self.shared.password_file else { return Ok(target.password.clone()) };
         let text = tokio::fs::read_to_string(file)
             .await
@@ -216,8 +168,15 @@ impl Connector {
         let mut config = tokio_postgres::Config::new();
         config.user(&target.user).dbname(&target.dbname).host(host).port(port);
         config.application_name(application_name(&self.shared.bridge, purpose));
-        config.keepalives(true).keepalives_idle(KEEPALIVE_IDLE).keepalives_interval(KEEPALIVE_INTERVAL);
-        config.keepalives_retries(KEEPALIVE_RETRIES).tcp_user_timeout(TCP_USER_TIMEOUT);
+        let alive = &target.keepalives;
+        config.keepalives(alive.enabled.unwrap_or(true));
+        config.keepalives_idle(alive.idle.unwrap_or(KEEPALIVE_IDLE));
+        config.keepalives_interval(alive.interval.unwrap_or(KEEPALIVE_INTERVAL));
+        config.keepalives_retries(alive.count.unwrap_or(KEEPALIVE_RETRIES));
+        config.tcp_user_timeout(alive.user_timeout.unwrap_or(TCP_USER_TIMEOUT));
+        if let Some(options) = &target.options {
+            config.options(options);
+        }
         config.ssl_mode(match mode {
             SslMode::Disable => tokio_postgres::config::SslMode::Disable,
             SslMode::VerifyCa | SslMode::VerifyFull => tokio_postgres::config::SslMode::Require,

@@ -19,7 +19,7 @@ use tokio_postgres::Socket;
 use tokio_postgres::tls::{MakeTlsConnect, TlsConnect};
 use tokio_postgres_rustls::MakeRustlsConnect;
 
-use super::connect::SslMode;
+use crate::config::pg_url::SslMode;
 use crate::error::{Context, Error, Result};
 
 /// The client side of TLS; reads `root_file` now, so that a renewed CA is picked up by the next connect.

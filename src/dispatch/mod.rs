@@ -29,7 +29,7 @@ use crate::db;
 use crate::delivery::{Failure, Outcome};
 use crate::error::{Class, Error, Result};
 use crate::lanes::Ownership;
-use crate::sinks::{Route, Sink};
+use crate::sinks::{BEHIND, Route, Sink};
 use crate::sources::{Ask, Page, Promoted, Row, Verdict};
 use plan::{Answer, Batch, Plan};
 
@@ -231,7 +231,9 @@ impl Loop {
     fn read(&mut self, all: bool) {
         let asks = self.plan.asks(all);
         if asks.is_empty() {
+            // Without a handler there is nothing to ask, and that is all.
             self.polling = false;
+            self.complete_rounds += u32::from(all && self.plan.is_idle());
             return;
         }
         let links = Arc::clone(&self.links);
@@ -320,7 +322,7 @@ impl Loop {
             }
             Done::Sent { batch, answers } => {
                 let failed = answers.iter().find_map(|answer| match answer {
-                    Answer::Outcome(Outcome::Unreachable(failure)) => Some(failure.clone()),
+                    Answer::Outcome(Outcome::Unreachable(failure)) if failure.code != BEHIND => Some(failure.clone()),
                     _ => None,
                 });
                 if answers.iter().any(|answer| matches!(answer, Answer::NotTried)) {

@@ -12,7 +12,7 @@ use super::window::Window;
 use crate::backoff::Retry;
 use crate::completion::{Burial, Missing, Outcomes, Refusal};
 use crate::delivery::{DeliveryId, Failure, Outcome};
-use crate::sinks::KeyWindow;
+use crate::sinks::{BEHIND, KeyWindow};
 use crate::sources::{Ask, Page, Promoted, Row};
 
 /// Rows without payload that wait per lane and handler; about 100 bytes each.
@@ -399,6 +399,8 @@ impl Plan {
                         None => self.pending.buried.push(Burial { id: row.id, outcome: "refused", failure }),
                     }
                 }
+                // It waited behind another of its key: nobody asked the broker about it.
+                Answer::Outcome(Outcome::Unreachable(failure)) if failure.code == BEHIND => window.released(seq),
                 Answer::Outcome(Outcome::Unreachable(_)) => {
                     unreachable = true;
                     self.totals.unreachable += 1;

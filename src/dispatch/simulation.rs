@@ -15,7 +15,7 @@ use super::plan::{Answer, Batch, Plan, Rules};
 use crate::backoff::Retry;
 use crate::completion::Outcomes;
 use crate::delivery::{DeliveryId, Failure, Outcome};
-use crate::sinks::KeyWindow;
+use crate::sinks::{BEHIND, KeyWindow};
 use crate::sources::{Ask, Page, Promoted, Row};
 
 const HANDLER: i32 = 1;
@@ -185,7 +185,7 @@ impl World {
         for row in &batch.rows {
             let seq = row.id.seq;
             if row.key.is_some_and(|key| stopped.contains(&key)) {
-                answers.push(Answer::Outcome(Outcome::Unreachable(Failure::new("BEHIND", ""))));
+                answers.push(Answer::Outcome(Outcome::Unreachable(Failure::new(BEHIND, ""))));
                 continue;
             }
             let answer = match self.table.get(&seq) {

@@ -21,6 +21,13 @@ use crate::config;
 use crate::delivery::{Failure, Outcome, Parcel};
 use crate::error::Result;
 
+/// Code of a delivery that was not tried because an earlier one of its key failed in the same batch. Says nothing of
+/// the broker.
+pub(crate) const BEHIND: &str = "BEHIND";
+
+/// Codes of NATS and Redis that concern the destination: a stream that is missing, full, of another type, not ours.
+const DESTINATION: [&str; 7] = ["STREAM_NOT_FOUND", "WRONG_STREAM", "10059", "10060", "10077", "WRONGTYPE", "NOPERM"];
+
 /// A handler as a sink sees it.
 #[derive(Clone, Debug)]
 pub struct Route {
@@ -137,11 +144,17 @@ impl Sink {
             Sink::Stdout(sink) => sink.send(route, parcels).await,
             Sink::Scripted(sink) => sink.send(route, parcels).await,
         };
-        one_each(answers, parcels.len())
+        let mut answers = one_each(answers, parcels.len());
+        if route.handler.destination.fixed(&route.handler.name).is_none() {
+            answers.iter_mut().for_each(blame_the_delivery);
+        }
+        answers
     }
 
     /// Gives what is in flight until `deadline` (from now) to be answered, then closes the connections.
     pub async fn close(self, deadline: Duration) {
+        // Unused when no broker is built in.
+        let _ = deadline;
         match self {
             #[cfg(feature = "kafka")]
             Sink::Kafka(sink) => sink.close(deadline).await,
@@ -151,6 +164,16 @@ impl Sink {
             Sink::Redis(sink) => sink.close(deadline).await,
             Sink::Stdout(_) | Sink::Scripted(_) => {}
         }
+    }
+}
+
+/// Where each event names its own destination, a destination that fails is that delivery's trouble: an attempt is
+/// spent and its key waits, but the handler's other deliveries go on. With one destination for all it is an outage.
+fn blame_the_delivery(outcome: &mut Outcome) {
+    if let Outcome::Unreachable(failure) = outcome
+        && DESTINATION.contains(&failure.code.as_str())
+    {
+        *outcome = Outcome::Refused(failure.clone());
     }
 }
 

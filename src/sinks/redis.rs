@@ -24,13 +24,10 @@ use tokio::time::{Instant, timeout_at};
 use self::link::Link;
 use self::plan::{Call, Entry};
 use super::cloudevents::{self, Names};
-use super::{Finding, Route};
+use super::{BEHIND, Finding, Route};
 use crate::config;
 use crate::delivery::{Failure, Outcome, Parcel};
 use crate::error::Result;
-
-/// The code of a delivery that was not tried, because an earlier one of its key failed in the same batch.
-pub(super) const BEHIND: &str = "BEHIND";
 
 /// Lua's `unpack` gives up at 8,000 values; a field takes two, and `XADD` itself some.
 const MAX_FIELDS: usize = 3_900;
