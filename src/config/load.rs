@@ -357,14 +357,14 @@ mod tests {
     proptest::proptest! {
         #[test]
         fn no_text_makes_it_panic(text in "\\PC{0,200}") {
-            let _ = parsed(&text);
+            let _result = parsed(&text);
         }
 
         #[test]
         fn no_changed_example_makes_it_panic(at in 0..EXAMPLE.len(), cut in 0usize..40, text in "[\\[\\]{}=\"'\\\\$.,#\n\0é0-9a-z]{0,12}") {
             let start = boundary(at);
             let end = boundary((at + cut).min(EXAMPLE.len()));
-            let _ = parsed(&format!("{}{text}{}", &EXAMPLE[..start], &EXAMPLE[end.max(start)..])).map(|config| describe(&config));
+            let _result = parsed(&format!("{}{text}{}", &EXAMPLE[..start], &EXAMPLE[end.max(start)..])).map(|config| describe(&config));
         }
     }
 
@@ -376,7 +376,7 @@ mod tests {
         fn no_value_of_any_key_makes_it_panic(value in "\"(\\$\\{[A-Z]{0,3}(:-)?\\}?|[a-z0-9:/@.%?&=,-]){0,20}\"|-?[0-9]{1,30}|\\[\\]|\\{\\}|true|1979-05-27") {
             for (at, _) in EXAMPLE.match_indices(" = ") {
                 let end = at + EXAMPLE[at..].find('\n').unwrap();
-                let _ = parsed(&format!("{} = {value}{}", &EXAMPLE[..at], &EXAMPLE[end..])).map(|config| describe(&config));
+                let _result = parsed(&format!("{} = {value}{}", &EXAMPLE[..at], &EXAMPLE[end..])).map(|config| describe(&config));
             }
         }
     }

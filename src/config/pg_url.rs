@@ -410,7 +410,7 @@ mod tests {
     proptest::proptest! {
         #[test]
         fn no_text_makes_it_panic(text in "(postgres://)?[a:@/?&=%\\[\\],.0-9é]{0,40}") {
-            let _ = PgUrl::parse(&text).map(|url| url.to_string());
+            let _result = PgUrl::parse(&text).map(|url| url.to_string());
         }
     }
 }
