@@ -2,7 +2,11 @@
 //!
 //! Exit status: 0 done (for `run`: drained), 1 a failure while running, 2 a bad configuration or command line.
 
+mod deliveries;
+mod doctor;
+mod publish;
 mod run;
+mod status;
 
 use std::io::IsTerminal;
 use std::path::PathBuf;
@@ -11,6 +15,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use crate::config::{self, Config};
+use crate::db;
 use crate::error::{Class, Error, Result};
 
 #[derive(Parser)]
@@ -37,8 +42,22 @@ struct Cli {
 enum Command {
     /// Bring the schema up to date.
     Migrate(run::Migrate),
+    /// Check the configuration file, without connecting to anything.
+    Check(doctor::Check),
+    /// Connect to everything and list every problem with the line that fixes it.
+    Doctor(doctor::Doctor),
     /// Carry deliveries to their brokers until stopped.
     Run(run::Run),
+    /// Publish one event.
+    Publish(publish::Publish),
+    /// Bridges and handlers, what waits and since when.
+    Status(status::Status),
+    /// Who owns which lane.
+    Lanes(status::Lanes),
+    /// See and requeue single deliveries.
+    Deliveries(deliveries::Deliveries),
+    /// Run example business transactions, one of which rolls back.
+    Demo(publish::Demo),
 }
 
 impl Cli {
@@ -78,7 +97,14 @@ pub fn main() -> ExitCode {
 async fn command(cli: &Cli) -> Result<()> {
     match &cli.command {
         Command::Migrate(migrate) => migrate.run(&cli.config()?).await,
+        Command::Check(check) => check.run(&cli.config()?),
+        Command::Doctor(doctor) => doctor.run(&cli.config()?).await,
         Command::Run(run) => run.run(cli.config()?).await,
+        Command::Publish(publish) => publish.run(&cli.config()?).await,
+        Command::Status(status) => status.run(&cli.config()?).await,
+        Command::Lanes(lanes) => lanes.run(&cli.config()?).await,
+        Command::Deliveries(deliveries) => deliveries.run(&cli.config()?).await,
+        Command::Demo(demo) => demo.run(&cli.config()?).await,
     }
 }
 
@@ -97,6 +123,35 @@ fn log_to_stderr(json: bool) {
     } else {
         log.with_ansi(std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none()).init();
     }
+}
+
+/// A database session of one command, and the names its statements need.
+struct Session {
+    client: db::Client,
+    names: db::Names,
+}
+
+impl Session {
+    async fn open(config: &Config) -> Result<Self> {
+        let client =
+            db::Connector::new(&config.postgres, &config.bridge.name)?.connect("cli", db::Session::Work).await?;
+        let names = db::Names::new(&config.postgres);
+        db::require_current(&client, &names, db::MIGRATIONS).await?;
+        Ok(Self { client, names })
+    }
+
+    async fn query(
+        &self,
+        sql: &str,
+        values: &[&(dyn tokio_postgres::types::ToSql + Sync)],
+    ) -> Result<Vec<tokio_postgres::Row>> {
+        self.client.query(&self.names.render(sql), values).await
+    }
+}
+
+/// A column of an answer.
+fn cell<'a, T: tokio_postgres::types::FromSql<'a>>(row: &'a tokio_postgres::Row, column: usize) -> Result<T> {
+    row.try_get(column).map_err(|source| Error::new("read the database's answer").source_is(source))
 }
 
 /// Writes to stdout; a reader that went away (a closed pipe) ends the program quietly.

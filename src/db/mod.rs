@@ -12,6 +12,7 @@ pub(crate) mod deliveries;
 mod failure;
 mod migrate;
 mod names;
+pub(crate) mod operate;
 mod session;
 mod tls;
 

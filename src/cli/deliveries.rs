@@ -1,0 +1,260 @@
+//! `deliveries list|show|requeue`.
+
+use clap::{Args, Subcommand};
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
+use tokio_postgres::Row;
+
+use super::{Session, cell, print, table};
+use crate::config::Config;
+use crate::db::operate;
+use crate::error::{Error, Result};
+
+/// Requeued in one statement.
+const BATCH: usize = 1000;
+
+#[derive(Args)]
+pub(super) struct Deliveries {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Deliveries that are not completed, oldest first, a page at a time.
+    List(List),
+    /// One delivery with its attempts.
+    Show(Show),
+    /// Give dead deliveries another chance, in order.
+    Requeue(Requeue),
+}
+
+#[derive(Args)]
+struct List {
+    #[arg(long, value_parser = ["pending", "scheduled", "retrying", "blocked", "dead"])]
+    state: Option<String>,
+    #[arg(long)]
+    handler: Option<String>,
+    #[arg(long)]
+    key: Option<String>,
+    #[arg(long)]
+    event_id: Option<String>,
+    #[arg(long = "type")]
+    kind: Option<String>,
+    #[arg(long, default_value_t = 50)]
+    limit: u16,
+    /// Go on after this one: SEQ:HANDLER, as the last line says.
+    #[arg(long, value_name = "SEQ:HANDLER")]
+    after: Option<String>,
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args)]
+struct Show {
+    handler: String,
+    seq: i64,
+    /// The payload too, as text where it is UTF-8.
+    #[arg(long)]
+    payload: bool,
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args)]
+struct Requeue {
+    handler: String,
+    seqs: Vec<i64>,
+    /// Every dead delivery of the handler; needs --yes.
+    #[arg(long, conflicts_with = "seqs")]
+    all_dead: bool,
+    /// Only say how many.
+    #[arg(long)]
+    dry_run: bool,
+    /// Do it without asking.
+    #[arg(long)]
+    yes: bool,
+    #[arg(long)]
+    json: bool,
+}
+
+const COLUMNS: [&str; 10] =
+    ["seq", "handler", "state", "event_id", "type", "key", "attempts", "due_at", "published_at", "last_error"];
+
+impl Deliveries {
+    pub(super) async fn run(&self, config: &Config) -> Result<()> {
+        let session = Session::open(config).await?;
+        match &self.command {
+            Command::List(list) => list.run(&session).await,
+            Command::Show(show) => show.run(&session).await,
+            Command::Requeue(requeue) => requeue.run(&session).await,
+        }
+    }
+}
+
+impl List {
+    async fn run(&self, session: &Session) -> Result<()> {
+        let (seq, handler) = match &self.after {
+            None => (None, None),
+            Some(after) => {
+                let (seq, handler) = after.split_once(':').unwrap_or((after, ""));
+                let seq: i64 = seq.parse().map_err(|_| {
+                    Error::config(format!("--after {after} does not begin with a number")).hint("use SEQ:HANDLER")
+                })?;
+                (Some(seq), Some(handler.to_owned()))
+            }
+        };
+        let rows = session
+            .query(
+                operate::LIST,
+                &[
+                    &self.handler,
+                    &self.state,
+                    &self.key,
+                    &self.event_id,
+                    &self.kind,
+                    &i64::from(self.limit),
+                    &None::<i64>,
+                    &seq,
+                    &handler,
+                ],
+            )
+            .await?;
+        let lines = rows.iter().map(line).collect::<Result<Vec<_>>>()?;
+        let full = lines.len() == usize::from(self.limit);
+        let next = lines.last().filter(|_| full).map(|last| format!("{}:{}", last[0], last[1]));
+        table(&COLUMNS, lines, self.json)?;
+        match next {
+            Some(next) if !self.json => print(&format!("more: --after {next}\n")),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Show {
+    async fn run(&self, session: &Session) -> Result<()> {
+        let none = None::<String>;
+        let handler = Some(&self.handler);
+        let rows = session
+            .query(operate::LIST, &[&handler, &none, &none, &none, &none, &1_i64, &Some(self.seq), &None::<i64>, &none])
+            .await?;
+        let Some(row) = rows.first() else {
+            return Err(Error::new(format!("no delivery of event {} to {} is left", self.seq, self.handler))
+                .hint("it may be completed already; completed deliveries are not kept"));
+        };
+        let attempts = session.query(operate::ATTEMPTS, &[&self.handler, &self.seq]).await?;
+        let attempts = attempts
+            .iter()
+            .map(|row| {
+                Ok(vec![
+                    cell::<i32>(row, 0)?.to_string(),
+                    moment(cell(row, 1)?),
+                    cell::<String>(row, 2)?,
+                    cell::<String>(row, 3)?,
+                    cell::<String>(row, 4)?,
+                ])
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let payload = match self.payload {
+            false => None,
+            true => {
+                let rows = session.query(operate::PAYLOAD, &[&self.seq]).await?;
+                let bytes: Option<Vec<u8>> = rows.first().map(|row| cell(row, 0)).transpose()?;
+                bytes.map(|bytes| String::from_utf8(bytes).unwrap_or_else(|e| format!("{:02x?}", e.as_bytes())))
+            }
+        };
+        let line = line(row)?;
+        let columns = ["attempt", "at", "outcome", "code", "error"];
+        if self.json {
+            let mut object = serde_json::Map::new();
+            for (name, value) in COLUMNS.iter().zip(line) {
+                object.insert((*name).to_owned(), value.into());
+            }
+            let attempts: Vec<serde_json::Value> = attempts
+                .into_iter()
+                .map(|row| {
+                    columns.iter().map(|c| (*c).to_owned()).zip(row.into_iter().map(serde_json::Value::from)).collect()
+                })
+                .collect();
+            object.insert("attempt_history".into(), attempts.into());
+            if let Some(payload) = payload {
+                object.insert("payload".into(), payload.into());
+            }
+            return print(&format!("{:#}\n", serde_json::Value::Object(object)));
+        }
+        for (name, value) in COLUMNS.iter().zip(&line) {
+            print(&format!("{name:<14}{value}\n"))?;
+        }
+        if !attempts.is_empty() {
+            print("\n")?;
+            table(&columns, attempts, false)?;
+        }
+        match payload {
+            Some(payload) => print(&format!("\n{payload}\n")),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Requeue {
+    async fn run(&self, session: &Session) -> Result<()> {
+        if self.seqs.is_empty() && !self.all_dead {
+            return Err(Error::config("requeue needs the seqs of dead deliveries, or --all-dead"));
+        }
+        if self.all_dead && !self.yes && !self.dry_run {
+            return Err(Error::config(format!("this requeues every dead delivery of {}", self.handler))
+                .hint("--dry-run counts them, --yes does it"));
+        }
+        let mut found = 0;
+        let mut changed = 0_i64;
+        let mut after = i64::MIN;
+        loop {
+            let limit = i64::try_from(BATCH).unwrap_or(i64::MAX);
+            let rows = session.query(operate::DEAD_OF, &[&self.handler, &after, &limit]).await?;
+            let page = rows.iter().map(|row| cell::<i64>(row, 0)).collect::<Result<Vec<_>>>()?;
+            let Some(last) = page.last() else { break };
+            after = *last;
+            let seqs: Vec<i64> = page.into_iter().filter(|seq| self.all_dead || self.seqs.contains(seq)).collect();
+            found += seqs.len();
+            if !self.dry_run && !seqs.is_empty() {
+                let rows = session.query(operate::REQUEUE, &[&self.handler, &seqs]).await?;
+                changed += rows.first().map(|row| cell::<i64>(row, 0)).transpose()?.unwrap_or(0);
+            }
+        }
+        let asked = if self.all_dead { found } else { self.seqs.len() };
+        if self.json {
+            let answer = serde_json::json!({"asked": asked, "dead": found, "requeued": changed});
+            return print(&format!("{answer}\n"));
+        }
+        if self.dry_run {
+            return print(&format!("{found} dead deliveries of {} would be requeued\n", self.handler));
+        }
+        print(&format!("requeued {changed} of {asked}\n"))?;
+        if found < asked {
+            print(&format!("{} are not dead: completed, requeued before, or never there\n", asked - found))?;
+        }
+        Ok(())
+    }
+}
+
+fn line(row: &Row) -> Result<Vec<String>> {
+    let optional = |text: Option<String>| text.unwrap_or_default();
+    let code = optional(cell(row, 9)?);
+    let error = optional(cell(row, 10)?);
+    Ok(vec![
+        cell::<i64>(row, 0)?.to_string(),
+        cell(row, 1)?,
+        cell(row, 2)?,
+        optional(cell(row, 3)?),
+        optional(cell(row, 4)?),
+        optional(cell(row, 5)?),
+        cell::<i32>(row, 6)?.to_string(),
+        cell::<Option<OffsetDateTime>>(row, 7)?.map(moment).unwrap_or_default(),
+        moment(cell(row, 8)?),
+        if code.is_empty() { String::new() } else { format!("{code}: {error}") },
+    ])
+}
+
+fn moment(at: OffsetDateTime) -> String {
+    at.replace_nanosecond(0).unwrap_or(at).format(&Rfc3339).unwrap_or_default()
+}

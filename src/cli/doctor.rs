@@ -1,0 +1,168 @@
+//! `check` reads the file only; `doctor` connects to everything and names the line that fixes each problem.
+
+use clap::Args;
+
+use super::{cell, print, table};
+use crate::bridge;
+use crate::config::{self, Config};
+use crate::db::{self, Client, Connector, Names, Session, operate};
+use crate::error::{Error, Result};
+use crate::sinks::Severity;
+
+/// Partitions are made three days ahead; a day less is a sign that nobody makes them.
+const DAYS_AHEAD: i32 = 2;
+
+#[derive(Args)]
+pub(super) struct Check {
+    /// Print the effective configuration, secrets masked.
+    #[arg(long)]
+    print: bool,
+}
+
+#[derive(Args)]
+pub(super) struct Doctor {
+    #[arg(long)]
+    json: bool,
+}
+
+impl Check {
+    pub(super) fn run(&self, config: &Config) -> Result<()> {
+        for warning in &config.warnings {
+            eprintln!("warning: {warning}");
+        }
+        if self.print {
+            return print(&config::describe(config));
+        }
+        print(&format!("ok: {} handlers, {} sinks\n", config.handlers.len(), config.sinks.len()))
+    }
+}
+
+/// What was looked at and how it is.
+struct Report {
+    rows: Vec<Vec<String>>,
+    problems: usize,
+}
+
+impl Report {
+    fn add(&mut self, what: &str, state: &str, detail: impl Into<String>, fix: impl Into<String>) {
+        self.problems += usize::from(state == "problem");
+        self.rows.push(vec![what.into(), state.into(), detail.into(), fix.into()]);
+    }
+
+    /// A failure becomes a row; the rest of the examination goes on.
+    fn take<T>(&mut self, what: &str, result: Result<T>) -> Option<T> {
+        match result {
+            Ok(value) => Some(value),
+            Err(error) => {
+                let report = error.report();
+                let (detail, fix) = report.split_once("; hint: ").unwrap_or((&report, ""));
+                self.add(what, "problem", detail, fix);
+                None
+            }
+        }
+    }
+}
+
+impl Doctor {
+    pub(super) async fn run(&self, config: &Config) -> Result<()> {
+        let mut report = Report { rows: Vec::new(), problems: 0 };
+        for warning in &config.warnings {
+            report.add("configuration", "weak", warning, "");
+        }
+        let connector = Connector::new(&config.postgres, &config.bridge.name)?;
+        let connected = connector.connect("doctor", Session::Work).await;
+        if let Some(client) = report.take("database", connected) {
+            report.add("database", "ok", client.server(), "");
+            if report.take("pooler", connector.detect_pooler().await).is_some() {
+                report.add("pooler", "ok", "sessions are our own", "");
+            }
+            let names = Names::new(&config.postgres);
+            if report.take("schema", db::require_current(&client, &names, db::MIGRATIONS).await).is_some() {
+                report.add("schema", "ok", "current", "");
+                let examined = examine(&client, &names, config, &mut report).await;
+                report.take("schema", examined);
+            }
+        }
+        sinks(config, &mut report).await;
+        table(&["what", "state", "detail", "fix"], report.rows, self.json)?;
+        match report.problems {
+            0 => Ok(()),
+            n => Err(Error::new(format!("{n} problems"))),
+        }
+    }
+}
+
+async fn examine(client: &Client, names: &Names, config: &Config, report: &mut Report) -> Result<()> {
+    for row in client.query(&names.render(operate::MISSING_GRANTS), &[]).await? {
+        report.add("privileges", "problem", "the bridge's role lacks one", cell::<String>(&row, 0)?);
+    }
+    let missing = client.query(&names.render(operate::MISSING_PARTITIONS), &[&DAYS_AHEAD]).await?;
+    for row in &missing {
+        let fix = names.render("select {schema}.{p}ensure_partitions(3);");
+        report.add("partitions", "problem", format!("none for {}", cell::<String>(row, 0)?), fix);
+    }
+    if missing.is_empty() {
+        report.add("partitions", "ok", "made ahead", "");
+    }
+    for row in client.query(&names.render(operate::STRAYS), &[&1000_i64]).await? {
+        let (unrouted, in_default): (i64, i64) = (cell(&row, 0)?, cell(&row, 1)?);
+        if in_default > 0 {
+            let fix = names.render("select {schema}.{p}ensure_partitions(3);");
+            report.add("partitions", "problem", format!("{in_default} events or more in the default partition"), fix);
+        }
+        if unrouted > 0 {
+            let fix = "compare the events of [handlers.*] with the types that are published";
+            report.add("routing", "weak", format!("{unrouted} events or more went to no handler"), fix);
+        }
+    }
+    for row in client.query(&names.render(operate::STRANGERS), &[]).await? {
+        let (pid, user, application): (i32, String, String) = (cell(&row, 0)?, cell(&row, 1)?, cell(&row, 2)?);
+        let detail =
+            format!("pid {pid} ({user}, {application}) holds {} lane locks and is no bridge", cell::<i64>(&row, 3)?);
+        report.add("lanes", "problem", detail, format!("select pg_terminate_backend({pid});"));
+    }
+    for row in client.query(&names.render(operate::OLD_TRANSACTIONS), &[]).await? {
+        let (pid, user, application): (i32, String, String) = (cell(&row, 0)?, cell(&row, 1)?, cell(&row, 2)?);
+        let detail =
+            format!("pid {pid} ({user}, {application}) has been in a transaction for {} s", cell::<i64>(&row, 3)?);
+        report.add("vacuum", "weak", detail, format!("end it, or: select pg_terminate_backend({pid});"));
+    }
+    let bridges = client.query(&names.render(operate::BRIDGES), &[]).await?;
+    for row in &bridges {
+        let (name, lanes, alive): (String, i64, bool) = (cell(row, 0)?, cell(row, 4)?, cell(row, 5)?);
+        let state = if alive { "ok" } else { "weak" };
+        let fix = if alive { "" } else { "its session ended without a word; the next bridge takes its lanes over" };
+        report.add("bridges", state, format!("{name} owns {lanes} lanes"), fix);
+    }
+    if bridges.is_empty() {
+        report.add("bridges", "weak", "none is running", "lanebridge run");
+    }
+    for row in client.query(&names.render(operate::HANDLERS), &[&1000_i64]).await? {
+        let (name, dead): (String, i64) = (cell(&row, 0)?, cell(&row, 6)?);
+        if !config.handlers.contains_key(&name) {
+            let detail = format!("{name} is in the database but not in this configuration; its deliveries wait");
+            report.add("handlers", "weak", detail, "add it, or see whether another bridge serves it");
+        }
+        if dead > 0 {
+            let fix = format!("lanebridge deliveries list --state dead --handler {name}");
+            report.add("handlers", "problem", format!("{name} has {dead} dead deliveries or more"), fix);
+        }
+    }
+    Ok(())
+}
+
+async fn sinks(config: &Config, report: &mut Report) {
+    let Some(sinks) = report.take("sinks", bridge::connect_sinks(config).await) else { return };
+    for (name, sink) in &sinks {
+        let what = format!("sink {name}");
+        if let Some(findings) = report.take(&what, sink.check(&bridge::routes(config, name)).await) {
+            if findings.is_empty() {
+                report.add(&what, "ok", "every destination is there", "");
+            }
+            for finding in findings {
+                let state = if finding.severity == Severity::Weak { "weak" } else { "problem" };
+                report.add(&what, state, finding.what, finding.hint);
+            }
+        }
+    }
+}
