@@ -1,6 +1,8 @@
 //! The import levels of the code base: a file imports lower levels and siblings of its own folder, nothing else; a
 //! broker's crate stays in its sink, SQL in `db` and `publish`, clap in the command line.
 
+#![allow(clippy::unwrap_used, reason = "a failed test ends with the line that failed")]
+
 use std::path::{Path, PathBuf};
 
 /// Module and level; see the layout in docs/architecture.md.
