@@ -302,8 +302,13 @@ mod tests {
         format!("sslmode={mode}&sslrootcert={ca}")
     }
 
+    fn address(name: &str) -> String {
+        std::env::var(name)
+            .unwrap_or_else(|_| panic!("{name} is not set; run scripts/services up and load target/services/env"))
+    }
+
     fn tls_ca() -> String {
-        std::env::var("LB_TLS_CA").expect("LB_TLS_CA is not set; run scripts/services up and load target/services/env")
+        address("LB_TLS_CA")
     }
 
     async fn is_encrypted(client: &Client) -> bool {
@@ -337,9 +342,8 @@ mod tests {
 
     // H48, with the real one in transaction mode: two bridges both got the lock.
     #[tokio::test]
-    #[ignore = "needs PgBouncer in transaction mode at LB_PGBOUNCER_URL"]
     async fn pgbouncer_in_transaction_mode_is_found_and_left_clean() {
-        let url = Secret::new(std::env::var("LB_PGBOUNCER_URL").unwrap());
+        let url = Secret::new(address("LB_PGBOUNCER_URL"));
         let pooled = connector(|p| p.url = url);
         let error = pooled.detect_pooler().await.unwrap_err();
         assert_eq!(error.class(), Class::Failure);
@@ -357,9 +361,8 @@ mod tests {
 
     // H16.
     #[tokio::test]
-    #[ignore = "needs a standby of the test server at LB_STANDBY_URL"]
     async fn a_standby_is_refused_and_the_primary_behind_it_is_taken() {
-        let standby = std::env::var("LB_STANDBY_URL").unwrap();
+        let standby = address("LB_STANDBY_URL");
         let error = connector(|p| p.url = Secret::new(&standby)).connect("cli", Session::Work).await.unwrap_err();
         assert_eq!(error.class(), Class::Transient);
         assert!(error.report().contains("is a standby"), "{error:?}");
