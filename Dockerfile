@@ -21,6 +21,5 @@ USER 10001
 ENV LANEBRIDGE_CONFIG=/etc/lanebridge/lanebridge.toml
 # SIGTERM drains: the bridge stops taking work, finishes what is in flight and releases its lanes.
 STOPSIGNAL SIGTERM
-EXPOSE 9464
 ENTRYPOINT ["lanebridge"]
 CMD ["run"]

@@ -58,8 +58,10 @@ pub(super) fn settings(session: Session, statement_timeout: Duration) -> Vec<(&'
         ("bytea_output", "'hex'"),
         ("datestyle", "'ISO, YMD'"),
         ("standard_conforming_strings", "on"),
-        // A role default of off would let a completion, or a fence, be lost in a crash.
-        ("synchronous_commit", "on"),
+        // A role default of off would let a completion, or a fence, be lost in a crash, and flushed here is what R2 asks
+        // for. "on" would wait for a synchronous standby too, and one that is away would
+        // stop the heartbeat, and with it every lane.
+        ("synchronous_commit", "local"),
         ("jit", "off"),
         ("tcp_keepalives_idle", "2"),
         ("tcp_keepalives_interval", "1"),
@@ -201,7 +203,7 @@ mod tests {
             ("TimeZone", "UTC"),
             ("DateStyle", "ISO, YMD"),
             ("default_transaction_isolation", "read committed"),
-            ("synchronous_commit", "on"),
+            ("synchronous_commit", "local"),
             ("row_security", "off"),
             ("enable_seqscan", "off"),
             ("plan_cache_mode", "force_generic_plan"),
