@@ -1,11 +1,12 @@
 //! `deliveries list|show|requeue`.
 
 use clap::{Args, Subcommand};
+use serde_json::Value;
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 use tokio_postgres::Row;
 
-use super::{Session, cell, print, table};
+use super::{Session, cell, objects, print, table, text};
 use crate::config::Config;
 use crate::db::operate;
 use crate::error::{Error, Result};
@@ -122,7 +123,7 @@ impl List {
             .await?;
         let lines = rows.iter().map(line).collect::<Result<Vec<_>>>()?;
         let full = lines.len() == usize::from(self.limit);
-        let next = lines.last().filter(|_| full).map(|last| format!("{}:{}", last[0], last[1]));
+        let next = lines.last().filter(|_| full).map(|last| format!("{}:{}", text(&last[0]), text(&last[1])));
         table(&COLUMNS, lines, self.json)?;
         match next {
             Some(next) if !self.json => print(&format!("more: --after {next}\n")),
@@ -147,11 +148,11 @@ impl Show {
             .iter()
             .map(|row| {
                 Ok(vec![
-                    cell::<i32>(row, 0)?.to_string(),
-                    moment(cell(row, 1)?),
-                    cell::<String>(row, 2)?,
-                    cell::<String>(row, 3)?,
-                    cell::<String>(row, 4)?,
+                    cell::<i32>(row, 0)?.into(),
+                    moment(cell(row, 1)?).into(),
+                    cell::<String>(row, 2)?.into(),
+                    cell::<String>(row, 3)?.into(),
+                    cell::<String>(row, 4)?.into(),
                 ])
             })
             .collect::<Result<Vec<_>>>()?;
@@ -166,24 +167,16 @@ impl Show {
         let line = line(row)?;
         let columns = ["attempt", "at", "outcome", "code", "error"];
         if self.json {
-            let mut object = serde_json::Map::new();
-            for (name, value) in COLUMNS.iter().zip(line) {
-                object.insert((*name).to_owned(), value.into());
-            }
-            let attempts: Vec<serde_json::Value> = attempts
-                .into_iter()
-                .map(|row| {
-                    columns.iter().map(|c| (*c).to_owned()).zip(row.into_iter().map(serde_json::Value::from)).collect()
-                })
-                .collect();
-            object.insert("attempt_history".into(), attempts.into());
+            let mut object: serde_json::Map<String, Value> =
+                COLUMNS.iter().map(|c| (*c).to_owned()).zip(line).collect();
+            object.insert("attempt_history".into(), objects(&columns, attempts).into());
             if let Some(payload) = payload {
                 object.insert("payload".into(), payload.into());
             }
-            return print(&format!("{:#}\n", serde_json::Value::Object(object)));
+            return print(&format!("{:#}\n", Value::Object(object)));
         }
         for (name, value) in COLUMNS.iter().zip(&line) {
-            print(&format!("{name:<14}{value}\n"))?;
+            print(&format!("{name:<14}{}\n", text(value)))?;
         }
         if !attempts.is_empty() {
             print("\n")?;
@@ -237,21 +230,21 @@ impl Requeue {
     }
 }
 
-fn line(row: &Row) -> Result<Vec<String>> {
-    let optional = |text: Option<String>| text.unwrap_or_default();
-    let code = optional(cell(row, 9)?);
-    let error = optional(cell(row, 10)?);
+/// A row of [`operate::LIST`], in the order of [`COLUMNS`].
+fn line(row: &Row) -> Result<Vec<Value>> {
+    let code: Option<String> = cell(row, 9)?;
+    let error: Option<String> = cell(row, 10)?;
     Ok(vec![
-        cell::<i64>(row, 0)?.to_string(),
-        cell(row, 1)?,
-        cell(row, 2)?,
-        optional(cell(row, 3)?),
-        optional(cell(row, 4)?),
-        optional(cell(row, 5)?),
-        cell::<i32>(row, 6)?.to_string(),
-        cell::<Option<OffsetDateTime>>(row, 7)?.map(moment).unwrap_or_default(),
-        moment(cell(row, 8)?),
-        if code.is_empty() { String::new() } else { format!("{code}: {error}") },
+        cell::<i64>(row, 0)?.into(),
+        cell::<String>(row, 1)?.into(),
+        cell::<String>(row, 2)?.into(),
+        cell::<Option<String>>(row, 3)?.into(),
+        cell::<Option<String>>(row, 4)?.into(),
+        cell::<Option<String>>(row, 5)?.into(),
+        cell::<i32>(row, 6)?.into(),
+        cell::<Option<OffsetDateTime>>(row, 7)?.map(moment).into(),
+        moment(cell(row, 8)?).into(),
+        code.map(|code| format!("{code}: {}", error.unwrap_or_default())).into(),
     ])
 }
 

@@ -39,14 +39,14 @@ impl Check {
 
 /// What was looked at and how it is.
 struct Report {
-    rows: Vec<Vec<String>>,
+    rows: Vec<Vec<serde_json::Value>>,
     problems: usize,
 }
 
 impl Report {
     fn add(&mut self, what: &str, state: &str, detail: impl Into<String>, fix: impl Into<String>) {
         self.problems += usize::from(state == "problem");
-        self.rows.push(vec![what.into(), state.into(), detail.into(), fix.into()]);
+        self.rows.push(vec![what.into(), state.into(), detail.into().into(), fix.into().into()]);
     }
 
     /// A failure becomes a row; the rest of the examination goes on.

@@ -13,6 +13,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use serde_json::Value;
 
 use crate::config::{self, Config};
 use crate::db;
@@ -166,17 +167,29 @@ fn print(text: &str) -> Result<()> {
 }
 
 /// A table that fits the terminal, or with `json` an array of objects with the same columns.
-fn table(columns: &[&str], rows: Vec<Vec<String>>, json: bool) -> Result<()> {
+fn table(columns: &[&str], rows: Vec<Vec<Value>>, json: bool) -> Result<()> {
     if json {
-        let objects = rows.into_iter().map(|row| {
-            let fields = columns.iter().map(|c| (*c).to_owned()).zip(row.into_iter().map(serde_json::Value::from));
-            serde_json::Value::Object(fields.collect())
-        });
-        return print(&format!("{:#}\n", serde_json::Value::Array(objects.collect())));
+        return print(&format!("{:#}\n", Value::Array(objects(columns, rows))));
     }
     let mut table = comfy_table::Table::new();
     table.load_style(comfy_table::presets::NOTHING).set_content_arrangement(comfy_table::ContentArrangement::Dynamic);
     table.set_header(columns);
-    table.add_rows(rows);
+    table.add_rows(rows.iter().map(|row| row.iter().map(text).collect::<Vec<_>>()));
     print(&format!("{table}\n"))
+}
+
+/// Rows as objects with the columns' names.
+fn objects(columns: &[&str], rows: Vec<Vec<Value>>) -> Vec<Value> {
+    let object = |row: Vec<Value>| Value::Object(columns.iter().map(|c| (*c).to_owned()).zip(row).collect());
+    rows.into_iter().map(object).collect()
+}
+
+/// A value as people read it: no quotes, nothing for null, yes and no.
+fn text(value: &Value) -> String {
+    match value {
+        Value::Null => String::new(),
+        Value::String(text) => text.clone(),
+        Value::Bool(yes) => if *yes { "yes" } else { "no" }.to_owned(),
+        other => other.to_string(),
+    }
 }

@@ -60,12 +60,10 @@ impl Publish {
         let mut session = Session::open(config).await?;
         let publisher = Publisher::new(&config.postgres.schema, &config.postgres.table_prefix);
         let transaction = session.client.transaction().await?;
-        let seq = publisher.publish(transaction.raw(), event).await.map_err(|error| {
-            Error::new(match error.as_db_error() {
-                Some(answer) => answer.message().to_owned(),
-                None => "publish".into(),
-            })
-            .source_is(error)
+        let seq = publisher.publish(transaction.raw(), event).await.map_err(|error| match error.as_db_error() {
+            // The function's own words; the rest of the server's answer repeats them.
+            Some(answer) => Error::new(answer.message()),
+            None => Error::new("publish").source_is(error),
         })?;
         transaction.commit().await?;
         if self.json { print(&format!("{{\"seq\": {seq}}}\n")) } else { print(&format!("{seq}\n")) }

@@ -51,7 +51,7 @@ impl Migrate {
             Connector::new(&config.postgres, &config.bridge.name)?.connect("migrate", Session::Work).await?;
         if self.status {
             let status = db::status(&session, &names, db::MIGRATIONS).await?;
-            let rows = status.iter().map(|s| vec![s.version.to_string(), s.name.clone(), s.state.as_str().to_owned()]);
+            let rows = status.iter().map(|s| vec![s.version.into(), s.name.as_str().into(), s.state.as_str().into()]);
             return super::table(&["version", "name", "state"], rows.collect(), self.json);
         }
         let applied = db::migrate(&mut session, &names, db::MIGRATIONS).await?;

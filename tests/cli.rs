@@ -1,0 +1,198 @@
+//! The command line as a user meets it: tables, JSON, exit statuses, and no secret anywhere.
+
+#![allow(clippy::unwrap_used, reason = "a failed test ends with the line that failed")]
+
+use std::process::{Command, Output};
+
+use serde_json::Value;
+use tempfile::TempDir;
+use tokio_postgres::NoTls;
+
+/// A database of its own, a configuration for it, and the binary.
+struct Installation {
+    folder: TempDir,
+    server: String,
+    database: String,
+}
+
+fn address(name: &str) -> String {
+    std::env::var(name)
+        .unwrap_or_else(|_| panic!("{name} is not set; run scripts/services up and load target/services/env"))
+}
+
+async fn sql(url: &str, text: &str) {
+    let (client, connection) = tokio_postgres::connect(url, NoTls).await.unwrap();
+    let driven = tokio::spawn(connection);
+    client.batch_execute(text).await.unwrap();
+    drop(client);
+    driven.await.unwrap().unwrap();
+}
+
+impl Installation {
+    async fn new(handlers: &str) -> Self {
+        let server = address("LB_POSTGRES_URL");
+        let database = format!("lb_cli_{}_{}", std::process::id(), rand::random::<u32>());
+        sql(&server, &format!("create database {database}")).await;
+        let this = Self { folder: tempfile::tempdir().unwrap(), server, database };
+        let toml = format!("[postgres]\nurl = \"{}\"\n[http]\nlisten = \"\"\n{handlers}", this.url());
+        std::fs::write(this.folder.path().join("lanebridge.toml"), toml).unwrap();
+        this
+    }
+
+    fn url(&self) -> String {
+        format!("{}/{}", self.server.rsplit_once('/').unwrap().0, self.database)
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_lanebridge"));
+        command.arg("-c").arg(self.folder.path().join("lanebridge.toml")).args(arguments);
+        command.output().unwrap()
+    }
+
+    fn ok(&self, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    fn json(&self, arguments: &[&str]) -> Value {
+        serde_json::from_str(&self.ok(arguments)).unwrap()
+    }
+
+    async fn drop(self) {
+        sql(&self.server, &format!("drop database {} with (force)", self.database)).await;
+    }
+}
+
+fn handlers() -> String {
+    let redis = address("LB_REDIS_URL");
+    let stream = format!("cli-{}", rand::random::<u32>());
+    format!(
+        "[sinks.s]\ntype = \"redis\"\nurl = \"{redis}\"\n\
+         [handlers.h]\nevents = [\"order.*\"]\nsink = \"s\"\nstream = \"{stream}\"\n"
+    )
+}
+
+#[tokio::test]
+async fn what_was_published_is_listed_shown_and_counted() {
+    let it = Installation::new(&handlers()).await;
+    assert!(it.ok(&["migrate"]).contains("applied"));
+    assert_eq!(it.ok(&["migrate"]), "the schema is current\n");
+    let states = it.json(&["migrate", "--status", "--json"]);
+    assert!(states.as_array().unwrap().iter().all(|row| row["state"] == "applied"), "{states}");
+
+    assert_eq!(it.ok(&["publish", "order.paid", "--payload", "one", "--key", "k", "--id", "e1"]), "1\n");
+    let delayed = ["publish", "order.paid", "--payload", "two", "--key", "k", "--deliver-at", "2100-01-01T00:00:00Z"];
+    it.ok(&delayed);
+    it.ok(&["publish", "order.paid", "--payload", "three", "--key", "k"]);
+    it.ok(&["publish", "nobody.cares", "--payload", "four"]);
+
+    let listed = it.json(&["deliveries", "list", "--json"]);
+    let states: Vec<_> = listed.as_array().unwrap().iter().map(|row| row["state"].as_str().unwrap()).collect();
+    assert_eq!(states, ["pending", "scheduled", "blocked"]);
+    let page = it.ok(&["deliveries", "list", "--limit", "1"]);
+    assert!(page.contains("more: --after 1:h"), "{page}");
+    let rest = it.json(&["deliveries", "list", "--after", "1:h", "--json"]);
+    assert_eq!(rest.as_array().unwrap().len(), 2);
+
+    let shown = it.ok(&["deliveries", "show", "h", "1"]);
+    assert!(shown.contains("e1") && !shown.contains("one"), "no payload unless asked for: {shown}");
+    assert_eq!(it.json(&["deliveries", "show", "h", "1", "--payload", "--json"])["payload"], "one");
+
+    let status = it.json(&["status", "--json"]);
+    assert_eq!(status["handlers"][0]["pending"], 2);
+    assert_eq!(status["handlers"][0]["scheduled"], 1);
+    assert_eq!(status["unrouted_events"], 1);
+    assert_eq!(it.json(&["lanes", "--json"])[0]["lanes"], "0-255");
+    it.drop().await;
+}
+
+#[tokio::test]
+async fn a_refused_event_names_the_rule_and_stores_nothing() {
+    let it = Installation::new(&handlers()).await;
+    it.ok(&["migrate"]);
+    let refused = it.run(&["publish", "order.x", "--payload", "p", "--header", "Nats-Rollup=all"]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("reserved"), "{refused:?}");
+    let refused = it.run(&["publish", "order.x", "--json-payload", "--payload", "{"]);
+    assert_eq!(refused.status.code(), Some(2), "{refused:?}");
+    assert_eq!(it.json(&["deliveries", "list", "--json"]), Value::Array(Vec::new()));
+    it.drop().await;
+}
+
+#[tokio::test]
+async fn requeue_says_what_it_did_and_does_it_once() {
+    let it = Installation::new(&handlers()).await;
+    it.ok(&["migrate"]);
+    it.ok(&["publish", "order.x", "--payload", "p", "--key", "k"]);
+    let bury = "insert into lanebridge.dead (lane, handler, seq, created_at, key_hash, size_bytes, attempts, generation, code, error)
+                select lane, handler, seq, created_at, key_hash, size_bytes, 20, 0, 'X', 'no' from lanebridge.deliveries;
+                delete from lanebridge.deliveries";
+    sql(&it.url(), bury).await;
+    assert_eq!(it.json(&["deliveries", "list", "--state", "dead", "--json"])[0]["attempts"], 20);
+    let unasked = it.run(&["deliveries", "requeue", "h", "--all-dead"]);
+    assert_eq!(unasked.status.code(), Some(2), "destructive without --yes");
+    assert_eq!(it.json(&["deliveries", "requeue", "h", "--all-dead", "--dry-run", "--json"])["dead"], 1);
+    assert_eq!(it.json(&["deliveries", "requeue", "h", "1", "99", "--json"])["requeued"], 1);
+    let again = it.ok(&["deliveries", "requeue", "h", "1"]);
+    assert!(again.contains("requeued 0 of 1") && again.contains("not dead"), "{again}");
+    it.drop().await;
+}
+
+#[tokio::test]
+async fn doctor_names_what_is_wrong_and_the_line_that_fixes_it() {
+    let it = Installation::new(&handlers()).await;
+    let unready = it.run(&["doctor"]);
+    assert_eq!(unready.status.code(), Some(1));
+    let text = String::from_utf8_lossy(&unready.stdout).into_owned();
+    assert!(text.contains("schema") && text.contains("migrate"), "{text}");
+    it.ok(&["migrate"]);
+    sql(
+        &it.url(),
+        "drop table lanebridge.events_default; do $$ begin execute (select format('drop table lanebridge.%I',
+        'events_' || to_char(clock_timestamp() at time zone 'UTC', 'YYYY_MM_DD'))); end $$;
+        create table lanebridge.events_default partition of lanebridge.events default",
+    )
+    .await;
+    let rows = serde_json::from_slice::<Value>(&it.run(&["doctor", "--json"]).stdout).unwrap();
+    let problem = rows.as_array().unwrap().iter().find(|row| row["state"] == "problem").unwrap();
+    assert_eq!(problem["what"], "partitions");
+    assert!(problem["fix"].as_str().unwrap().contains("ensure_partitions"), "{problem}");
+    it.drop().await;
+}
+
+/// B23, B24, 5.3: every problem at once, with line and suggestion; the secret in none of them.
+#[test]
+fn a_bad_configuration_is_reported_whole_and_without_secrets() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("c.toml");
+    let toml = "[postgres]\nurl = \"postgres://u:canary-secret@db.example/d?sslmod=x\"\n[bridge]\npoll_intervall = \"1s\"\n\
+                [sinks.k]\ntype = \"kafka\"\nbrokers = \"localhost:9092\"\n\
+                [handlers.h]\nevents = [\"a*\"]\nsink = \"kk\"\ntopic = \"t\"\n";
+    std::fs::write(&file, toml).unwrap();
+    for command in [&["check"][..], &["run"], &["doctor"], &["status"]] {
+        let output =
+            Command::new(env!("CARGO_BIN_EXE_lanebridge")).arg("-c").arg(&file).args(command).output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{stderr}");
+        for part in ["sslmode", "poll_interval", ":4:", "\"kk\"", "a*"] {
+            assert!(stderr.contains(part), "{part} is not in {stderr}");
+        }
+        assert!(!stderr.contains("canary"), "{stderr}");
+    }
+}
+
+#[test]
+fn a_bad_command_line_ends_with_2_and_a_closed_pipe_quietly() {
+    let run = |arguments: &[&str]| Command::new(env!("CARGO_BIN_EXE_lanebridge")).args(arguments).output().unwrap();
+    assert_eq!(run(&["nonsense"]).status.code(), Some(2));
+    assert_eq!(run(&["deliveries", "list", "--state", "lost"]).status.code(), Some(2));
+    assert_eq!(run(&["--help"]).status.code(), Some(0));
+    let example = concat!(env!("CARGO_MANIFEST_DIR"), "/config/docker.toml");
+    let piped = Command::new("sh")
+        .args(["-c", "\"$0\" -c \"$1\" migrate --print | head -n 1", env!("CARGO_BIN_EXE_lanebridge"), example])
+        .output()
+        .unwrap();
+    assert!(piped.stderr.is_empty(), "{}", String::from_utf8_lossy(&piped.stderr));
+    assert!(!piped.stdout.is_empty());
+}
