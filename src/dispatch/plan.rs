@@ -221,7 +221,8 @@ impl Plan {
     }
 
     /// What to read: every window with room, or with `all` false only those known to have more.
-    pub(crate) fn asks(&self, all: bool) -> Vec<Ask> {
+    pub(crate) fn asks(&mut self, all: bool) -> Vec<Ask> {
+        self.windows.values_mut().for_each(Window::asked);
         let mut asks = Vec::new();
         for (&(lane, handler), window) in &self.windows {
             let Some(state) = self.handlers.get(&handler) else { continue };

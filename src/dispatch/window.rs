@@ -22,6 +22,8 @@ pub(crate) struct Window {
     busy: HashMap<i64, u32>,
     /// Acknowledged, not deleted yet: still in the table, not to be taken again.
     completing: BTreeSet<i64>,
+    /// Completed since the last read was asked: that read may still show them.
+    just_completed: HashSet<i64>,
     /// Where a sweep goes on; `None` when none is under way.
     sweep: Option<i64>,
     /// The last read ended at its limit: there is more.
@@ -109,9 +111,15 @@ impl Window {
         missed
     }
 
+    /// Call when a read is asked: it begins now, so what was completed before is not in it.
+    pub(crate) fn asked(&mut self) {
+        self.just_completed.clear();
+    }
+
     fn add(&mut self, row: Row) -> bool {
         let seq = row.id.seq;
-        if self.in_flight.contains_key(&seq) || self.completing.contains(&seq) {
+        let here = self.in_flight.contains_key(&seq) || self.completing.contains(&seq);
+        if here || self.just_completed.contains(&seq) {
             return false;
         }
         self.queued.insert(seq, row).is_none()
@@ -175,7 +183,9 @@ impl Window {
 
     /// Its row is gone from the table.
     pub(crate) fn completed(&mut self, seq: i64) {
-        self.completing.remove(&seq);
+        if self.completing.remove(&seq) {
+            self.just_completed.insert(seq);
+        }
     }
 
     /// It goes back to its place, nothing was decided about it.
@@ -337,6 +347,20 @@ mod tests {
         assert!(w.take(1, 100, KeyWindow::One).is_empty());
         w.completed(1);
         assert!(w.is_idle());
+    }
+
+    #[test]
+    fn a_read_that_began_before_a_completion_does_not_bring_the_row_back() {
+        let mut w = window(&[row(1, Some(7))]);
+        w.take(1, 100, KeyWindow::One);
+        w.asked();
+        w.acked(1);
+        w.completed(1);
+        assert!(w.offer(w.version(), 100, &[row(1, Some(7))], 0));
+        assert_eq!(w.queued(), 0);
+        w.asked();
+        assert!(w.offer(w.version(), 100, &[row(1, Some(7))], 0), "an id that comes back, e.g. by requeue");
+        assert_eq!(w.queued(), 1);
     }
 
     #[test]
