@@ -6,10 +6,12 @@
 mod bridge;
 mod consumers;
 mod drain;
+mod durability;
 mod ledger;
 mod order;
 mod outage;
 mod ownership;
 mod partitions;
+mod proxy;
 mod publishers;
 mod services;

@@ -5,7 +5,8 @@ use std::time::Duration;
 use crate::bridge::Setup;
 use crate::consumers::Destination;
 use crate::drain::{deliveries_left, drained};
-use crate::services::{Database, eventually, shared};
+use crate::proxy::Proxy;
+use crate::services::{Database, address, eventually, redis_address, shared};
 
 const SOON: Duration = Duration::from_secs(20);
 
@@ -132,6 +133,34 @@ async fn a_dead_delivery_blocks_its_key_until_it_is_requeued() {
     drained(&client, SOON).await;
     assert_eq!(ids(&destinations[0]).await, ["j1", "poison", "k2"]);
     assert_eq!(dead().await, 0);
+    assert!(bridge.terminate().await.success());
+    destinations[0].remove().await;
+    database.drop().await;
+}
+
+/// R1: what an operator took away while it waited in the bridge's memory is not sent: each delivery is seen again by an
+/// ordinary read right before it goes.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cancelled_delivery_is_never_sent() {
+    let _shared = shared().await;
+    let database = Database::create("LB_POSTGRES_URL").await;
+    let client = database.connect().await;
+    let destinations = [Destination::redis()];
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let setup = Setup::new(&database.url(), &destinations, "")
+        .with(&address("LB_REDIS_URL"), &format!("redis://127.0.0.1:{port}"));
+    setup.run(&["migrate"]);
+    client
+        .batch_execute("select lanebridge.publish('order.x', 'p', 'k', id => 'e' || n) from generate_series(1, 3) n")
+        .await
+        .unwrap();
+    let bridge = setup.start();
+    eventually("the broker is found to be away", SOON, || std::future::ready(setup.log().contains("unreachable")))
+        .await;
+    client.batch_execute("delete from lanebridge.deliveries where seq in (1, 2)").await.unwrap();
+    let _appears = Proxy::at(port, redis_address()).await;
+    drained(&client, SOON).await;
+    assert_eq!(ids(&destinations[0]).await, ["e3"]);
     assert!(bridge.terminate().await.success());
     destinations[0].remove().await;
     database.drop().await;

@@ -25,6 +25,11 @@ pub async fn alone() -> tokio::sync::RwLockWriteGuard<'static, ()> {
     BROKERS.write().await
 }
 
+/// Host and port of the Redis server.
+pub fn redis_address() -> String {
+    address("LB_REDIS_URL").trim_start_matches("redis://").trim_end_matches('/').to_owned()
+}
+
 /// Unique within a machine: tests of one run, and of runs side by side, must not meet at a broker.
 pub fn unique(what: &str) -> String {
     static COUNT: AtomicU32 = AtomicU32::new(0);
