@@ -41,6 +41,10 @@ impl Setup {
         self
     }
 
+    pub fn config(&self) -> PathBuf {
+        self.folder.path().join("lanebridge.toml")
+    }
+
     fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_lanebridge"));
         command.arg("-c").arg(self.folder.path().join("lanebridge.toml")).args(arguments);
@@ -83,8 +87,17 @@ impl Bridge {
 
     /// Resident memory in MiB.
     pub fn resident_mib(&self) -> u64 {
+        self.memory_mib("VmRSS:")
+    }
+
+    /// The highest resident memory so far, in MiB.
+    pub fn peak_mib(&self) -> u64 {
+        self.memory_mib("VmHWM:")
+    }
+
+    fn memory_mib(&self, field: &str) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).expect("the bridge runs");
-        let line = status.lines().find(|line| line.starts_with("VmRSS:")).expect("VmRSS");
+        let line = status.lines().find(|line| line.starts_with(field)).expect("the field is there");
         line.split_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok()).expect("a number of KiB") / 1024
     }
 

@@ -8,6 +8,8 @@ mod consumers;
 mod drain;
 mod durability;
 mod ledger;
+mod logins;
+mod memory;
 mod order;
 mod outage;
 mod ownership;
