@@ -1,6 +1,7 @@
 -- Publishing. SECURITY DEFINER with a fixed search_path and qualified names: a temporary table or a hostile
 -- search_path of the caller can neither see nor swallow an event (CVE-2007-2138's class), and EXECUTE is all a
--- publisher needs. Nothing here depends on triggers, so session_replication_role = replica changes nothing.
+-- publisher needs. row_security = off: where policies bind even the owner, publishing fails instead of not seeing the
+-- handlers. Nothing here depends on triggers, so session_replication_role = replica changes nothing.
 
 -- Keys that one transaction locks one by one before it takes whole lanes instead: lock memory is shared by the
 -- whole server, and 100,000 key locks in one transaction exhaust its default size.
@@ -29,7 +30,8 @@ begin
         if bad.key !~ '^[A-Za-z0-9!#$%&''*+.^_`|~-]{1,128}$' then
             return format('header name %s is not 1 to 128 of letters, digits and !#$%%&''*+.^_`|~-', quote_literal(left(bad.key, 60)));
         end if;
-        if lower(bad.key) ~ '^(ce[_-]|nats-|lanebridge)' or lower(bad.key) = 'data' then
+        -- In "C": elsewhere an I may have another small letter, and LANEBRIDGE pass as none of ours.
+        if lower(bad.key collate "C") ~ '^(ce[_-]|nats-|lanebridge)' or lower(bad.key collate "C") = 'data' then
             return format('header name %s is reserved (ce_, ce-, nats-, lanebridge, data)', quote_literal(bad.key));
         end if;
         if (bad.value #>> '{}') ~ '[\x01-\x1f\x7f]' then
@@ -41,7 +43,8 @@ end $$;
 
 -- Why an event cannot be published, or null.
 create function {schema}.{p}event_problem(
-    type text, payload bytea, key text, headers jsonb, id text, max_payload_bytes integer) returns text
+    type text, payload bytea, key text, headers jsonb, id text, deliver_at timestamptz, max_payload_bytes integer)
+    returns text
 language plpgsql immutable parallel safe set search_path = pg_catalog, pg_temp as $$
 begin
     if type is null or type = '' then
@@ -62,31 +65,27 @@ begin
         return format('id has %s bytes; the limit is 512', octet_length(id));
     elsif id ~ '[\x01-\x1f\x7f]' then
         return 'id holds a control character';
+    elsif deliver_at = 'infinity'::timestamptz then
+        return 'deliver_at must be a time, not infinity';
     elsif headers is not null then
         return {schema}.{p}headers_problem(headers);
     end if;
     return null;
 end $$;
 
--- Handler names to ids, sorted. Raises on a name that no handler has: a typo must not swallow an event.
+-- The name that no handler has, or null: a typo must not swallow an event.
+create function {schema}.{p}handlers_problem(names text[]) returns text
+language plpgsql stable set search_path = pg_catalog, pg_temp as $$
+begin
+    return (select 'unknown handler ' || coalesce(quote_literal(n), 'null') from unnest(names) n
+             where n is null or not exists (select from {schema}.{p}handlers h where h.name = n) limit 1);
+end $$;
+
+-- Handler names to ids, sorted.
 create function {schema}.{p}handler_ids(names text[]) returns integer[]
 language plpgsql stable set search_path = pg_catalog, pg_temp as $$
-declare
-    ids integer[];
-    unknown text;
 begin
-    select coalesce(array_agg(distinct h.id order by h.id), '{}') into ids
-      from {schema}.{p}handlers h where h.name = any (names);
-    if cardinality(ids) < cardinality(names) then
-        select n into unknown from unnest(names) n
-         where not exists (select from {schema}.{p}handlers h where h.name = n) limit 1;
-        if unknown is not null or array_position(names, null) is not null then
-            raise exception 'unknown handler %', coalesce(quote_literal(unknown), 'null')
-                using errcode = 'invalid_parameter_value',
-                      hint = 'Handlers are registered by a bridge that has them in its configuration; see lanebridge.handlers.';
-        end if;
-    end if;
-    return ids;
+    return array(select h.id from {schema}.{p}handlers h where h.name = any (names) order by h.id);
 end $$;
 
 -- NOTIFY at most every 10 ms over all sessions; the listener polls a little later again for those that kept quiet.
@@ -110,39 +109,63 @@ language sql immutable parallel safe set search_path = pg_catalog, pg_temp as $$
            then '{schema_text}.{p_text}deliveries' else 'lanebridge_' || md5('{schema_text}.{p_text}deliveries') end
 $$;
 
--- An id that was published before: nothing new, but handlers that lack a delivery get one. Returns its seq.
--- Such a delivery is older than what its key may have seen; it is marked due, so that the lane's owner reads the
--- lane again from there.
-create function {schema}.{p}republish(p_id text, wanted integer[]) returns bigint
+-- An id that was published before: nothing new, but handlers that lack a delivery get one. Returns its seq, or null
+-- when retention has just forgotten the id. Such a delivery is older than what its key may have seen; it is marked
+-- due, so that the lane's owner reads the lane again from there.
+create function {schema}.{p}republish(p_id text, wanted integer[], p_deliver_at timestamptz) returns bigint
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
     known {schema}.{p}event_ids;
     event record;
     missing integer[];
 begin
-    select * into known from {schema}.{p}event_ids where id = p_id for update;
-    if wanted is null then
-        return known.seq;
-    end if;
-    select e.lane, e.key, e.type, e.handlers,
-           octet_length(e.payload) + coalesce(octet_length(e.key), 0) + coalesce(octet_length(e.headers::text), 0) as size_bytes
-      into event from {schema}.{p}events e where e.seq = known.seq and e.created_at = known.created_at;
+    select * into known from {schema}.{p}event_ids where id = p_id;
     if not found then
-        -- Past its retention: the id is remembered a little longer than the event.
-        return known.seq;
+        return null;
     end if;
-    select coalesce(array_agg(w order by w), '{}') into missing from unnest(wanted) w where w <> all (event.handlers);
-    if missing <> '{}' then
-        insert into {schema}.{p}deliveries (lane, handler, seq, created_at, key_hash, size_bytes, due_at)
-        select event.lane, h, known.seq, known.created_at, hashtextextended(event.key, 0), event.size_bytes, clock_timestamp()
-          from unnest(missing) h order by h;
-        update {schema}.{p}events e set handlers = e.handlers || missing
-         where e.seq = known.seq and e.created_at = known.created_at;
-    end if;
+    -- Nearly always nothing is missing: look without a lock, and again under it.
+    for pass in 1 .. 2 loop
+        select e.lane, e.key, e.handlers,
+               octet_length(e.payload) + coalesce(octet_length(e.key), 0) + coalesce(octet_length(e.headers::text), 0) as size_bytes
+          into event from {schema}.{p}events e where e.seq = known.seq and e.created_at = known.created_at;
+        -- Not there: past its retention; the id is remembered a little longer than the event.
+        if not found or wanted <@ event.handlers then
+            return known.seq;
+        end if;
+        if pass = 1 then
+            perform 1 from {schema}.{p}event_ids where id = p_id for update;
+            if not found then
+                return null;
+            end if;
+        end if;
+    end loop;
+    missing := array(select w from unnest(wanted) w where w <> all (event.handlers) order by w);
+    -- The event first: under REPEATABLE READ it is here that another session's addition shows, as 40001.
+    update {schema}.{p}events e set handlers = e.handlers || missing
+     where e.seq = known.seq and e.created_at = known.created_at;
+    insert into {schema}.{p}deliveries (lane, handler, seq, created_at, key_hash, size_bytes, due_at)
+    select event.lane, h, known.seq, known.created_at, hashtextextended(event.key, 0), event.size_bytes,
+           greatest(clock_timestamp(), p_deliver_at)
+      from unnest(missing) h;
     return known.seq;
 end $$;
 
--- One event. The overloads below give it bytes and a format.
+-- 'xid:count:,hash,hash,' of the keys that this transaction has locked one by one, so that a key is counted and locked
+-- once. A transaction-local setting: a rolled back savepoint undoes it together with the locks. It names the
+-- transaction because whatever a session sets, or a pooler hands on, must not pass for a lock of this one.
+create function {schema}.{p}held_keys(xid text) returns text
+language plpgsql stable set search_path = pg_catalog, pg_temp as $$
+declare
+    held text := current_setting('{schema_text}.{p_text}held', true);
+begin
+    if split_part(held, ':', 1) = xid then
+        return held;
+    end if;
+    return xid || ':0:,';
+end $$;
+
+-- One event. The overloads below give it bytes and a format, and make it compare bytes whatever collation the caller's
+-- columns have: a key's hash must not depend on it.
 create function {schema}.{p}publish_one(
     p_type text, p_payload bytea, p_format "char", p_key text, p_headers jsonb, p_id text,
     p_deliver_at timestamptz, p_handlers text[]) returns bigint
@@ -150,9 +173,11 @@ language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
     settings record;
     problem text;
+    v_xid text;
     v_hash bigint;
     v_lane smallint;
     v_seq bigint;
+    v_known bigint;
     v_now timestamptz;
     v_due timestamptz;
     v_size integer;
@@ -163,36 +188,33 @@ begin
            case when p_handlers is null then array(
                select h.id from {schema}.{p}handlers h where p_type ~ h.type_regex order by h.id) end as handlers
       into settings from {schema}.{p}installation i;
-    problem := {schema}.{p}event_problem(p_type, p_payload, p_key, p_headers, p_id, settings.max_payload_bytes);
+    problem := {schema}.{p}event_problem(p_type, p_payload, p_key, p_headers, p_id, p_deliver_at, settings.max_payload_bytes);
+    if problem is null and p_handlers is not null then
+        problem := {schema}.{p}handlers_problem(p_handlers);
+        settings.handlers := {schema}.{p}handler_ids(p_handlers);
+    end if;
     if problem is not null then
         raise exception 'publish: %', problem using errcode = 'invalid_parameter_value';
-    end if;
-    if p_handlers is not null then
-        settings.handlers := {schema}.{p}handler_ids(p_handlers);
     end if;
 
     -- The transaction's number comes before the event's: a bridge that sees all transactions below a number ended
     -- then knows that no event below the seq it noted can still appear.
-    perform pg_current_xact_id();
+    v_xid := pg_current_xact_id()::text;
 
     if p_key is not null then
         v_hash := hashtextextended(p_key, 0);
         v_lane := (v_hash & 255)::smallint;
-        -- 'count:last hash' of the keys this transaction holds; transaction-local, so a rollback undoes it with the locks.
-        held := coalesce(current_setting('{schema_text}.{p_text}held', true), '');
-        if held = '' then
-            held_count := 0;
-        else
-            held_count := split_part(held, ':', 1)::integer;
-        end if;
-        if split_part(held, ':', 2) <> v_hash::text then
+        held := {schema}.{p}held_keys(v_xid);
+        if strpos(held, ',' || v_hash || ',') = 0 then
+            held_count := split_part(held, ':', 2)::integer;
             if held_count < {schema}.{p}key_lock_limit() then
                 perform pg_advisory_xact_lock_shared(settings.key_lock_class, v_lane);
-                perform pg_advisory_xact_lock(v_hash);
+                perform pg_advisory_xact_lock(v_hash # settings.key_lock_class);
+                perform set_config('{schema_text}.{p_text}held',
+                    v_xid || ':' || (held_count + 1) || ':' || split_part(held, ':', 3) || v_hash || ',', true);
             else
                 perform pg_advisory_xact_lock(settings.key_lock_class, v_lane);
             end if;
-            perform set_config('{schema_text}.{p_text}held', (held_count + 1) || ':' || v_hash, true);
         end if;
     end if;
 
@@ -206,10 +228,14 @@ begin
     end if;
 
     if p_id is not null then
-        insert into {schema}.{p}event_ids (id, seq, created_at) values (p_id, v_seq, v_now) on conflict (id) do nothing;
-        if not found then
-            return {schema}.{p}republish(p_id, settings.handlers);
-        end if;
+        loop
+            insert into {schema}.{p}event_ids (id, seq, created_at) values (p_id, v_seq, v_now) on conflict (id) do nothing;
+            exit when found;
+            v_known := {schema}.{p}republish(p_id, settings.handlers, p_deliver_at);
+            if v_known is not null then
+                return v_known;
+            end if;
+        end loop;
     end if;
 
     insert into {schema}.{p}events (seq, created_at, lane, format, id, type, key, headers, handlers, payload)
@@ -234,58 +260,63 @@ language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
     settings record;
     bad record;
+    v_xid text;
+    held text;
     held_count integer;
-    distinct_keys integer;
-    n integer := coalesce(cardinality(types), 0);
-    some_ids boolean := exists (select from unnest(ids) i where i is not null);
+    hashes bigint[];
+    n integer := cardinality(types);
 begin
+    if types is null or payloads is null or formats is null then
+        raise exception 'publish_batch: types, payloads and formats must not be null' using errcode = 'invalid_parameter_value';
+    end if;
+    if cardinality(payloads) <> n or cardinality(formats) <> n or cardinality(keys) <> n or cardinality(headers) <> n
+       or cardinality(ids) <> n or cardinality(deliver_at) <> n or cardinality(handlers) <> n then
+        raise exception 'publish_batch: the arrays differ in length' using errcode = 'invalid_parameter_value';
+    end if;
     if n = 0 then
         return;
-    end if;
-    if not (cardinality(payloads) = n and cardinality(formats) = n and cardinality(keys) = n and cardinality(headers) = n
-            and cardinality(ids) = n and cardinality(deliver_at) = n and cardinality(handlers) = n) then
-        raise exception 'publish_batch: the arrays differ in length' using errcode = 'invalid_parameter_value';
     end if;
     select i.max_payload_bytes, i.notify, i.key_lock_class into settings from {schema}.{p}installation i;
 
     for bad in
-        select u.i - 1 as at, {schema}.{p}event_problem(u.type, u.payload, u.key, u.headers, u.id, settings.max_payload_bytes) as problem,
-               u.handlers
-          from unnest(types, payloads, keys, headers, ids, handlers)
-               with ordinality u(type, payload, key, headers, id, handlers, i)
-         where {schema}.{p}event_problem(u.type, u.payload, u.key, u.headers, u.id, settings.max_payload_bytes) is not null
-            or u.handlers is not null
+        select u.*, {schema}.{p}event_problem(u.type, u.payload, u.key, u.headers, u.id, u.deliver_at, settings.max_payload_bytes) as problem
+          from unnest(types, payloads, formats, keys, headers, ids, deliver_at, handlers)
+               with ordinality u(type, payload, format, key, headers, id, deliver_at, handlers, i)
+         where {schema}.{p}event_problem(u.type, u.payload, u.key, u.headers, u.id, u.deliver_at, settings.max_payload_bytes) is not null
+            or u.format is null or u.format not in ('j', 't', 'b') or u.handlers is not null
          order by u.i
     loop
-        if bad.problem is null and jsonb_typeof(bad.handlers) <> 'array' then
+        if bad.problem is null and (bad.format is null or bad.format not in ('j', 't', 'b')) then
+            bad.problem := 'format must be j, t or b';
+        elsif bad.problem is null and jsonb_typeof(bad.handlers) <> 'array' then
             bad.problem := 'handlers must be an array of names';
+        elsif bad.problem is null then
+            bad.problem := {schema}.{p}handlers_problem(array(select jsonb_array_elements_text(bad.handlers)));
         end if;
         if bad.problem is not null then
-            raise exception 'publish: event %: %', bad.at, bad.problem using errcode = 'invalid_parameter_value';
+            raise exception 'publish: event %: %', bad.i - 1, bad.problem using errcode = 'invalid_parameter_value';
         end if;
-        perform {schema}.{p}handler_ids(array(select jsonb_array_elements_text(bad.handlers)));
     end loop;
 
-    perform pg_current_xact_id();
+    -- Before any seq, as in publish_one.
+    v_xid := pg_current_xact_id()::text;
 
     -- One order for every call: lanes, then keys, each ascending; two calls can wait for each other but not in a ring.
-    select count(distinct k) into distinct_keys from unnest(keys) k;
-    if distinct_keys > 0 then
-        held_count := distinct_keys
-            + coalesce(nullif(split_part(current_setting('{schema_text}.{p_text}held', true), ':', 1), ''), '0')::integer;
+    held := {schema}.{p}held_keys(v_xid);
+    hashes := array(select k.hash from (select distinct hashtextextended(k, 0) as hash from unnest(keys) k where k is not null) k
+                     where strpos(held, ',' || k.hash || ',') = 0 order by k.hash);
+    if hashes <> '{}' then
+        held_count := split_part(held, ':', 2)::integer + cardinality(hashes);
         if held_count <= {schema}.{p}key_lock_limit() then
             perform pg_advisory_xact_lock_shared(settings.key_lock_class, l.lane)
-               from (select distinct (hashtextextended(k, 0) & 255)::integer as lane from unnest(keys) k
-                      where k is not null order by 1 offset 0) l;
-            perform pg_advisory_xact_lock(h.hash)
-               from (select distinct hashtextextended(k, 0) as hash from unnest(keys) k
-                      where k is not null order by 1 offset 0) h;
+               from (select distinct (h & 255)::integer as lane from unnest(hashes) h order by 1 offset 0) l;
+            perform pg_advisory_xact_lock(h # settings.key_lock_class) from unnest(hashes) h;
+            perform set_config('{schema_text}.{p_text}held', v_xid || ':' || held_count || ':' || split_part(held, ':', 3)
+                || array_to_string(hashes, ',') || ',', true);
         else
             perform pg_advisory_xact_lock(settings.key_lock_class, l.lane)
-               from (select distinct (hashtextextended(k, 0) & 255)::integer as lane from unnest(keys) k
-                      where k is not null order by 1 offset 0) l;
+               from (select distinct (h & 255)::integer as lane from unnest(hashes) h order by 1 offset 0) l;
         end if;
-        perform set_config('{schema_text}.{p_text}held', held_count || ':', true);
     end if;
 
     return query
@@ -305,10 +336,10 @@ begin
                     else {schema}.{p}handler_ids(array(select jsonb_array_elements_text(i.handlers))) end as handler_ids
           from input i join routes r on r.type = i.type
     ), new_ids as (
-        insert into {schema}.{p}event_ids (id, seq, created_at)
+        insert into {schema}.{p}event_ids as i (id, seq, created_at)
         select f.id, f.seq, f.created_at from full_input f where f.id is not null order by f.id, f.seq
         on conflict (id) do nothing
-        returning event_ids.seq
+        returning i.seq
     ), accepted as materialized (
         select f.* from full_input f
          where f.id is null or f.seq in (select n.seq from new_ids n)
@@ -330,69 +361,81 @@ begin
     end if;
 end $$;
 
--- Many events in one call: arrays of one length, in publishing order. A null element takes the default;
--- handlers[i] is null (match by type) or a JSON array of names. Returns, per element, its seq and whether it is new.
--- Ids that were known already come second, in a statement that sees the batch's own rows.
+-- Many events in one call: arrays of one length, in publishing order. A null element takes the default, and so does a
+-- null array from keys on; handlers[i] is null (match by type) or a JSON array of names. Returns, per element, its seq
+-- and whether it is new. Ids that were known already come second, in statements that see the batch's own rows, and in
+-- their own order, so that two batches lock them alike.
 create function {schema}.{p}publish_batch(
     types text[], payloads bytea[], formats text[], keys text[], headers jsonb[], ids text[],
     deliver_at timestamptz[], handlers jsonb[]) returns table (ord integer, seq bigint, is_new boolean)
-language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pg_temp set row_security = off as $$
 #variable_conflict use_column
 declare
-    r record;
+    seqs bigint[];
+    news boolean[];
+    known record;
 begin
-    for r in
-        select b.ord, b.seq, b.is_new
-          from {schema}.{p}insert_batch(types, payloads, formats, keys, headers, ids, deliver_at, handlers) b
-    loop
-        ord := r.ord;
-        is_new := r.is_new;
-        seq := r.seq;
-        if not r.is_new then
-            seq := {schema}.{p}republish(ids[r.ord], case when handlers[r.ord] is null
-                then array(select h.id from {schema}.{p}handlers h where types[r.ord] ~ h.type_regex order by h.id)
-                else {schema}.{p}handler_ids(array(select jsonb_array_elements_text(handlers[r.ord]))) end);
-        end if;
-        return next;
-    end loop;
+    select array_agg(b.seq order by b.ord), array_agg(b.is_new order by b.ord) into seqs, news
+      from {schema}.{p}insert_batch(types collate "C", payloads, formats, keys collate "C", headers, ids collate "C",
+                                    deliver_at, handlers) b;
+    if false = any (news) then
+        for known in
+            select u.i::integer as i, u.id, u.type, u.deliver_at, u.handlers
+              from unnest(news, ids, types, deliver_at, handlers) with ordinality u(is_new, id, type, deliver_at, handlers, i)
+             where not u.is_new order by u.id collate "C", u.i
+        loop
+            seqs[known.i] := {schema}.{p}republish(known.id collate "C", case when known.handlers is null
+                then array(select h.id from {schema}.{p}handlers h where known.type collate "C" ~ h.type_regex order by h.id)
+                else {schema}.{p}handler_ids(array(select jsonb_array_elements_text(known.handlers))) end, known.deliver_at);
+            if seqs[known.i] is null then
+                raise exception 'publish: event %: its id was forgotten while it was published', known.i - 1
+                    using errcode = 'serialization_failure', hint = 'Publish the batch again.';
+            end if;
+        end loop;
+    end if;
+    return query select u.i::integer, u.seq, u.is_new from unnest(seqs, news) with ordinality u(seq, is_new, i);
 end $$;
 
 create function {schema}.{p}publish(
     type text, payload text, key text default null, headers jsonb default null, id text default null,
     deliver_at timestamptz default null, handlers text[] default null) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pg_temp set row_security = off as $$
 begin
-    return {schema}.{p}publish_one(type, convert_to(payload, 'UTF8'), 't', key, headers, id, deliver_at, handlers);
+    return {schema}.{p}publish_one(type collate "C", convert_to(payload, 'UTF8'), 't', key collate "C", headers,
+        id collate "C", deliver_at, handlers);
 end $$;
 
 create function {schema}.{p}publish(
     type text, payload jsonb, key text default null, headers jsonb default null, id text default null,
     deliver_at timestamptz default null, handlers text[] default null) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pg_temp set row_security = off as $$
 begin
-    return {schema}.{p}publish_one(type, convert_to(payload::text, 'UTF8'), 'j', key, headers, id, deliver_at, handlers);
+    return {schema}.{p}publish_one(type collate "C", convert_to(payload::text, 'UTF8'), 'j', key collate "C", headers,
+        id collate "C", deliver_at, handlers);
 end $$;
 
 create function {schema}.{p}publish(
     type text, payload json, key text default null, headers jsonb default null, id text default null,
     deliver_at timestamptz default null, handlers text[] default null) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pg_temp set row_security = off as $$
 begin
-    return {schema}.{p}publish_one(type, convert_to(payload::text, 'UTF8'), 'j', key, headers, id, deliver_at, handlers);
+    return {schema}.{p}publish_one(type collate "C", convert_to(payload::text, 'UTF8'), 'j', key collate "C", headers,
+        id collate "C", deliver_at, handlers);
 end $$;
 
 create function {schema}.{p}publish(
     type text, payload bytea, key text default null, headers jsonb default null, id text default null,
     deliver_at timestamptz default null, handlers text[] default null) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pg_temp set row_security = off as $$
 begin
-    return {schema}.{p}publish_one(type, payload, 'b', key, headers, id, deliver_at, handlers);
+    return {schema}.{p}publish_one(type collate "C", payload, 'b', key collate "C", headers, id collate "C", deliver_at,
+        handlers);
 end $$;
 
 -- A JSON array of {type, payload, key, headers, id, deliver_at, handlers}; returns how many were new. A string
 -- payload is stored as its text, any other JSON value as JSON.
 create function {schema}.{p}publish_many(events jsonb) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pg_temp set row_security = off as $$
 declare
     bad record;
     v_new bigint;
@@ -427,11 +470,16 @@ begin
         raise exception 'publish_many: event %: %', bad.at, bad.problem using errcode = 'invalid_parameter_value';
     end loop;
     begin
-        select array_agg((e.event ->> 'deliver_at')::timestamptz order by e.i) into v_deliver_at
-          from jsonb_array_elements(events) with ordinality e(event, i);
+        for bad in select e.event ->> 'deliver_at' as deliver_at, e.i - 1 as at
+                     from jsonb_array_elements(events) with ordinality e(event, i) order by e.i loop
+            v_deliver_at := array_append(v_deliver_at, bad.deliver_at::timestamptz);
+        end loop;
     exception when data_exception then
-        raise exception 'publish_many: deliver_at: %', sqlerrm using errcode = 'invalid_parameter_value';
+        raise exception 'publish_many: event %: deliver_at: %', bad.at, sqlerrm using errcode = 'invalid_parameter_value';
     end;
+    if events = '[]' then
+        return 0;
+    end if;
     select count(*) into v_new
       from (select array_agg(e.event ->> 'type' order by e.i) as types,
                    array_agg(convert_to(e.event ->> 'payload', 'UTF8') order by e.i) as payloads,

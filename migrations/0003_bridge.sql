@@ -25,7 +25,8 @@ create function {schema}.{p}heartbeat(
     p_epoch bigint, out alive boolean, out locks integer, out last_seq bigint, out xid bigint)
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 begin
-    select s.last_value into last_seq from {schema}.{p}events_seq s;
+    -- A sequence that was never used says 1, which somebody may be about to get.
+    select s.last_value - (not s.is_called)::integer into last_seq from {schema}.{p}events_seq s;
     xid := pg_current_xact_id()::text::bigint;
     update {schema}.{p}bridges b set beat = beat + 1 where b.epoch = p_epoch and b.fenced_at is null;
     alive := found;
@@ -49,6 +50,7 @@ language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
     fenced bigint[];
 begin
+    perform {schema}.{p}fence(p_epoch);
     with f as (
         update {schema}.{p}bridges b set fenced_at = clock_timestamp()
          where b.fenced_at is null and b.epoch <> p_epoch
@@ -75,16 +77,18 @@ returns table (ord integer, reason text)
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
     gone integer[];
-    failed_before boolean;
+    maybe_failed boolean;
 begin
     perform {schema}.{p}fence(p_epoch);
     with d as (
         delete from {schema}.{p}deliveries d
          using unnest(p_lanes, p_handlers, p_seqs) with ordinality k(lane, handler, seq, ord)
          where d.lane = k.lane and d.handler = k.handler and d.seq = k.seq
-        returning k.ord::integer as ord, d.attempts)
-    select coalesce(array_agg(d.ord), '{}'), coalesce(bool_or(d.attempts > 0), false) into gone, failed_before from d;
-    if failed_before then
+        returning k.ord::integer as ord, d.attempts, d.generation)
+    -- A delivery that was requeued starts its attempts anew, and has failed before all the same.
+    select coalesce(array_agg(d.ord), '{}'), coalesce(bool_or(d.attempts > 0 or d.generation > 0), false)
+      into gone, maybe_failed from d;
+    if maybe_failed then
         delete from {schema}.{p}failures f
          using unnest(p_lanes, p_handlers, p_seqs) k(lane, handler, seq)
          where f.lane = k.lane and f.handler = k.handler and f.seq = k.seq;
@@ -122,7 +126,8 @@ begin
     ), f as (
         insert into {schema}.{p}failures (lane, handler, seq, attempt, outcome, code, error)
         select u.lane, u.handler, u.seq, u.attempts, 'refused', u.code, u.error from u
-        on conflict do nothing
+        on conflict (lane, handler, seq, attempt) do update
+           set at = excluded.at, outcome = excluded.outcome, code = excluded.code, error = excluded.error
     )
     select u.ord::integer from u;
 end $$;
@@ -145,11 +150,15 @@ begin
     ), f as (
         insert into {schema}.{p}failures (lane, handler, seq, attempt, outcome, code, error)
         select d.lane, d.handler, d.seq, d.attempts + 1, d.outcome, d.code, d.error from d
-        on conflict do nothing
+        on conflict (lane, handler, seq, attempt) do update
+           set at = excluded.at, outcome = excluded.outcome, code = excluded.code, error = excluded.error
     ), x as (
         insert into {schema}.{p}dead (lane, handler, seq, created_at, key_hash, size_bytes, attempts, generation, code, error)
         select d.lane, d.handler, d.seq, d.created_at, d.key_hash, d.size_bytes, d.attempts + 1, d.generation, d.code, d.error
           from d
+        on conflict (lane, handler, seq) do update
+           set attempts = excluded.attempts, generation = excluded.generation, code = excluded.code,
+               error = excluded.error, buried_at = excluded.buried_at
     )
     select d.ord::integer from d;
 end $$;
@@ -231,9 +240,9 @@ begin
 end $$;
 
 -- Partitions for today and the days ahead, UTC. Returns the names made. A day whose rows already sit in the default
--- partition is moved out of it first.
+-- partition is moved out of it first. Waits for a lock only briefly: what reads all partitions queues up behind it.
 create function {schema}.{p}ensure_partitions(p_days_ahead integer) returns setof text
-language plpgsql set search_path = pg_catalog, pg_temp as $$
+language plpgsql set search_path = pg_catalog, pg_temp set datestyle = 'ISO' set timezone = 'UTC' set lock_timeout = '2s' as $$
 declare
     day date;
     part text;
@@ -242,13 +251,12 @@ begin
     for i in 0 .. p_days_ahead loop
         day := (clock_timestamp() at time zone 'UTC')::date + i;
         part := '{p_text}events_' || to_char(day, 'YYYY_MM_DD');
-        if to_regclass(format('%s.%I', '{schema}', part)) is not null then
-            continue;
-        end if;
+        continue when to_regclass(format('%s.%I', '{schema}', part)) is not null;
+        -- One call at a time from here on, and nobody writes to the default partition while rows leave it.
+        lock table {schema}.{p}events_default in access exclusive mode;
+        continue when to_regclass(format('%s.%I', '{schema}', part)) is not null;
         lower_bound := day::timestamp at time zone 'UTC';
-        -- Made apart and attached, so that rows in the default partition can move; both under one short lock.
         execute format('create table {schema}.%I (like {schema}.{p}events including all)', part);
-        execute format('lock table {schema}.{p}events_default in access exclusive mode');
         execute format('with moved as (delete from {schema}.{p}events_default where created_at >= %1$L and created_at < %2$L returning *)
                         insert into {schema}.%3$I select * from moved', lower_bound, lower_bound + interval '1 day', part);
         execute format('alter table {schema}.{p}events attach partition {schema}.%I for values from (%L) to (%L)',
@@ -258,31 +266,52 @@ begin
 end $$;
 
 -- Drops day partitions that ended before the retention and whose events are all delivered. Names that do not match
--- are never touched, nor is the default partition. Returns what was dropped.
+-- are never touched, nor is the default partition, nor one that was given other bounds by hand. Returns what was
+-- dropped. A partition that is in use is left for the next time: publishers queue up behind a waiting drop.
 create function {schema}.{p}drop_partitions(p_retention interval) returns setof text
-language plpgsql set search_path = pg_catalog, pg_temp as $$
+language plpgsql set search_path = pg_catalog, pg_temp set datestyle = 'ISO' set timezone = 'UTC' set lock_timeout = '500ms' as $$
 declare
     part text;
-    day date;
     from_at timestamptz;
     to_at timestamptz;
+    first_seq bigint;
+    last_seq bigint;
 begin
-    for part in
-        select c.relname from pg_inherits i join pg_class c on c.oid = i.inhrelid
+    -- Ids of days that are gone. Before any lock, because it may take a while.
+    delete from {schema}.{p}event_ids i
+     where i.created_at < clock_timestamp() - p_retention - interval '1 day'
+       and to_regclass(format('%s.%I', '{schema}', '{p_text}events_' || to_char(i.created_at, 'YYYY_MM_DD'))) is null
+       and not exists (select from {schema}.{p}events_default e where e.seq = i.seq);
+    for part, from_at in
+        select c.relname, d.from_at
+          from pg_inherits i join pg_class c on c.oid = i.inhrelid
+          cross join lateral (select replace(right(c.relname, 10), '_', '-') as day) n
+          -- The bounds decide; a name that is no date never equals them.
+          cross join lateral (select substring(pg_get_expr(c.relpartbound, c.oid) from $re$^FOR VALUES FROM \('([^']+)'\)$re$)::timestamptz as from_at) d
          where i.inhparent = '{schema}.{p}events'::regclass
            and c.relnamespace = (select p.relnamespace from pg_class p where p.oid = i.inhparent)
-           and c.relname ~ ('^' || '{p_text}events_[0-9]{4}_[0-9]{2}_[0-9]{2}$')
+           and c.relname ~ '^{p_text}events_[0-9]{4}_[0-9]{2}_[0-9]{2}$'
+           and pg_get_expr(c.relpartbound, c.oid) = format('FOR VALUES FROM (%L) TO (%L)', n.day || ' 00:00:00+00', d.from_at + interval '1 day')
          order by c.relname
     loop
-        day := to_date(right(part, 10), 'YYYY_MM_DD');
-        from_at := day::timestamp at time zone 'UTC';
         to_at := from_at + interval '1 day';
         continue when to_at > clock_timestamp() - p_retention;
         continue when exists (select from {schema}.{p}deliveries d where d.created_at >= from_at and d.created_at < to_at)
                    or exists (select from {schema}.{p}dead x where x.created_at >= from_at and x.created_at < to_at);
-        execute format('drop table {schema}.%I', part);
-        delete from {schema}.{p}event_ids where created_at >= from_at and created_at < to_at;
-        return next part;
+        begin
+            lock table only {schema}.{p}events in access exclusive mode;
+            execute format('lock table {schema}.%I in access exclusive mode', part);
+            -- A transaction that was open all day may have committed since. By index, because publishers wait.
+            execute format('select min(seq), max(seq) from {schema}.%I', part) into first_seq, last_seq;
+            if not exists (select from {schema}.{p}lanes l cross join {schema}.{p}handlers h
+                             cross join lateral (select from {schema}.{p}deliveries d
+                                 where d.lane = l.lane and d.handler = h.id and d.seq between first_seq and last_seq limit 1) d) then
+                execute format('drop table {schema}.%I', part);
+                return next part;
+            end if;
+        exception when lock_not_available then
+            null;
+        end;
     end loop;
 end $$;
 
@@ -294,7 +323,7 @@ begin
     for f in
         select p.oid from pg_catalog.pg_proc p join pg_catalog.pg_namespace n on n.oid = p.pronamespace
          where n.nspname = '{schema_text}' and p.proname in (select '{p_text}' || name from pg_catalog.unnest(array[
-             'key_lock_limit', 'headers_problem', 'event_problem', 'handler_ids', 'notify', 'channel', 'republish',
+             'key_lock_limit', 'headers_problem', 'event_problem', 'handlers_problem', 'handler_ids', 'held_keys', 'notify', 'channel', 'republish',
              'publish_one', 'insert_batch', 'publish_batch', 'publish', 'publish_many', 'fence', 'register_bridge',
              'heartbeat', 'lock_lanes', 'take_lanes', 'leave', 'complete', 'retry', 'bury', 'promote',
              'register_handlers', 'requeue', 'ensure_partitions', 'drop_partitions']) name)
