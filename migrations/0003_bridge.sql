@@ -13,8 +13,12 @@ begin
     end if;
 end $$;
 
+-- Begins an epoch. Fences bridges whose lock session is gone: their lanes went with it, and those that never had one
+-- are fenced by nobody else.
 create function {schema}.{p}register_bridge(p_name text, p_instance text, p_version text) returns bigint
 language sql set search_path = pg_catalog, pg_temp as $$
+    update {schema}.{p}bridges b set fenced_at = clock_timestamp()
+     where b.fenced_at is null and not exists (select from pg_stat_activity a where a.pid = b.lock_pid);
     insert into {schema}.{p}bridges (name, instance, version, lock_pid)
     values (p_name, p_instance, p_version, pg_backend_pid()) returning epoch
 $$;
@@ -164,7 +168,8 @@ begin
 end $$;
 
 -- Held deliveries of these lanes whose time has come become ordinary again. Returns the lowest per lane and handler:
--- their owner reads on from below it, so that what waited behind them comes after them.
+-- their owner reads on from below it, so that what waited behind them comes after them. The limit is shared by the
+-- lanes, so that none starves while much is due.
 create function {schema}.{p}promote(p_epoch bigint, p_lanes smallint[], p_limit integer)
 returns table (lane smallint, handler integer, first_seq bigint, promoted bigint)
 language plpgsql set search_path = pg_catalog, pg_temp as $$
@@ -179,12 +184,14 @@ begin
     perform {schema}.{p}fence(p_epoch);
     return query
     with due as (
-        select d.lane, d.handler, d.seq from {schema}.{p}deliveries d
-         where d.lane = any (p_lanes) and d.due_at is not null and d.due_at <= clock_timestamp()
-         order by d.lane, d.due_at limit p_limit for update
+        select d.lane, d.handler, d.seq from unnest(p_lanes) l
+         cross join lateral (
+            select d.lane, d.handler, d.seq from {schema}.{p}deliveries d
+             where d.lane = l and d.due_at is not null and d.due_at <= clock_timestamp()
+             order by d.due_at limit p_limit / cardinality(p_lanes) + 1) d
     ), u as (
         update {schema}.{p}deliveries d set due_at = null from due
-         where d.lane = due.lane and d.handler = due.handler and d.seq = due.seq
+         where d.lane = due.lane and d.handler = due.handler and d.seq = due.seq and d.due_at <= clock_timestamp()
         returning d.lane, d.handler, d.seq)
     select u.lane, u.handler, min(u.seq), count(*) from u group by u.lane, u.handler;
 end $$;

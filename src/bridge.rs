@@ -48,7 +48,9 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
     for warning in &config.warnings {
         tracing::warn!("{warning}");
     }
-    let connector = Connector::new(&config.postgres, &config.bridge.name)?;
+    // All sessions take the direct way where there is one: locks and LISTEN need it, and the others keep statements
+    // prepared, which a transaction pooler takes away.
+    let connector = Connector::new(&config.postgres, &config.bridge.name)?.direct();
     let names = Names::new(&config.postgres);
     let handler_ids = tokio::select! {
         ids = prepare(&config, &connector, &names, options) => ids?,
@@ -64,10 +66,10 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
     let identity = Identity { name: config.bridge.name.clone(), instance: uuid::Uuid::new_v4().to_string() };
     tracing::info!(bridge = %identity.name, instance = %identity.instance, version = env!("CARGO_PKG_VERSION"),
         handlers = outlets.len(), "bridge starts");
-    let holder = lanes::hold(connector.direct(), names.clone(), identity, tell, release.clone());
+    let holder = lanes::hold(connector.clone(), names.clone(), identity, tell, release.clone());
     let mut holder = tokio::spawn(holder);
     let listener = (config.bridge.wake_up == WakeUp::Notify)
-        .then(|| tokio::spawn(sources::listen(connector.direct(), names.clone(), Arc::clone(&wake), release.clone())));
+        .then(|| tokio::spawn(sources::listen(connector.clone(), names.clone(), Arc::clone(&wake), release.clone())));
     let janitor =
         tokio::spawn(crate::janitor::run(connector.clone(), names.clone(), config.retention.clone(), release.clone()));
 

@@ -69,7 +69,7 @@ impl Doctor {
         for warning in &config.warnings {
             report.add("configuration", "weak", warning, "");
         }
-        let connector = Connector::new(&config.postgres, &config.bridge.name)?;
+        let connector = Connector::new(&config.postgres, &config.bridge.name)?.direct();
         let connected = connector.connect("doctor", Session::Work).await;
         if let Some(client) = report.take("database", connected) {
             report.add("database", "ok", client.server(), "");

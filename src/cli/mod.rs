@@ -134,8 +134,10 @@ struct Session {
 
 impl Session {
     async fn open(config: &Config) -> Result<Self> {
-        let client =
-            db::Connector::new(&config.postgres, &config.bridge.name)?.connect("cli", db::Session::Work).await?;
+        let client = db::Connector::new(&config.postgres, &config.bridge.name)?
+            .direct()
+            .connect("cli", db::Session::Work)
+            .await?;
         let names = db::Names::new(&config.postgres);
         db::require_current(&client, &names, db::MIGRATIONS).await?;
         Ok(Self { client, names })

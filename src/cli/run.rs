@@ -48,7 +48,7 @@ impl Migrate {
             return Ok(());
         }
         let mut session =
-            Connector::new(&config.postgres, &config.bridge.name)?.connect("migrate", Session::Work).await?;
+            Connector::new(&config.postgres, &config.bridge.name)?.direct().connect("migrate", Session::Work).await?;
         if self.status {
             let status = db::status(&session, &names, db::MIGRATIONS).await?;
             let rows = status.iter().map(|s| vec![s.version.into(), s.name.as_str().into(), s.state.as_str().into()]);

@@ -91,7 +91,15 @@ select format('GRANT %s ON %s TO %I;', w.privilege, w.object, current_user)
                ('{schema}.{p}failures', 'INSERT'), ('{schema}.{p}failures', 'DELETE'), ('{schema}.{p}lanes', 'UPDATE'),
                ('{schema}.{p}bridges', 'INSERT'), ('{schema}.{p}bridges', 'UPDATE'), ('{schema}.{p}handlers', 'INSERT'),
                ('{schema}.{p}installation', 'SELECT')) w(object, privilege)
- where not has_table_privilege(w.object, w.privilege)";
+ where not has_table_privilege(w.object, w.privilege)
+union all
+select format('GRANT EXECUTE ON FUNCTION %s TO %I;', p.oid::regprocedure, current_user)
+  from pg_proc p
+ where p.pronamespace = (select c.relnamespace from pg_class c where c.oid = '{schema}.{p}events'::regclass)
+   and p.proname in (select '{p_text}' || f from unnest(array['fence', 'register_bridge', 'heartbeat', 'lock_lanes', 'take_lanes',
+       'leave', 'complete', 'retry', 'bury', 'promote', 'register_handlers', 'requeue', 'ensure_partitions',
+       'drop_partitions', 'channel']) f)
+   and not has_function_privilege(p.oid, 'EXECUTE')";
 
 /// Sessions that hold locks of our lanes and are no registered bridge.
 pub(crate) const STRANGERS: &str = "

@@ -296,6 +296,8 @@ impl Loop {
         match done {
             Done::Promoted { all, result } => match result {
                 Ok(promoted) => {
+                    // Perhaps not all that is due: look again after this read.
+                    self.woken |= !promoted.is_empty();
                     self.plan.promoted(&promoted);
                     self.read(all);
                 }

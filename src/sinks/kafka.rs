@@ -285,8 +285,10 @@ fn invalid_topic(topic: &str) -> Failure {
 }
 
 /// Kafka's own rule (org.apache.kafka.common.internals.Topic).
+/// Kafka's own rule, and no internal topic: a template must not let a publisher name `__consumer_offsets`.
 fn valid_topic(topic: &str) -> bool {
     (1..=249).contains(&topic.len())
+        && !topic.starts_with("__")
         && topic != "."
         && topic != ".."
         && topic.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))

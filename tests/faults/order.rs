@@ -165,3 +165,30 @@ async fn a_cancelled_delivery_is_never_sent() {
     destinations[0].remove().await;
     database.drop().await;
 }
+
+/// However much is due at once, it flows: promotion looks again at once, and shares its limit among the lanes.
+#[tokio::test(flavor = "multi_thread")]
+async fn thousands_that_are_due_at_once_do_not_wait_for_polls() {
+    let _shared = shared().await;
+    let database = Database::create("LB_POSTGRES_URL").await;
+    let client = database.connect().await;
+    let destinations = [Destination::redis()];
+    let setup = Setup::new(&database.url(), &destinations, "").with("\"50ms\"", "\"5s\"").with("\"1s\"\n", "\"60s\"\n");
+    setup.run(&["migrate"]);
+    let publish = "select lanebridge.publish('order.x', 'p', 'k' || n % 2000, id => 'e' || n,
+                          deliver_at => clock_timestamp() + interval '1 s') from generate_series(1, 10000) n";
+    client.batch_execute(publish).await.unwrap();
+    client.batch_execute("update lanebridge.deliveries set due_at = clock_timestamp()").await.unwrap();
+    let bridge = setup.start();
+    drained(&client, Duration::from_secs(15)).await;
+    let received = destinations[0].read().await;
+    assert_eq!(received.len(), 10_000);
+    let mut last = std::collections::HashMap::new();
+    for event in &received {
+        let before = last.insert(event.key.clone(), event.seq).unwrap_or(0);
+        assert!(before < event.seq, "{before} before {}", event.seq);
+    }
+    assert!(bridge.terminate().await.success());
+    destinations[0].remove().await;
+    database.drop().await;
+}

@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::bridge::Setup;
 use crate::consumers::Destination;
 use crate::drain::drained;
-use crate::services::{Database, eventually, shared};
+use crate::services::{Database, address, eventually, shared};
 
 const SOON: Duration = Duration::from_secs(20);
 
@@ -183,5 +183,59 @@ async fn a_notification_wakes_the_poll() {
     }
     assert!(bridge.terminate().await.success());
     destinations[0].remove().await;
+    database.drop().await;
+}
+
+/// H48: behind PgBouncer in transaction mode the bridge refuses to start and names the fix; the fix works.
+#[tokio::test(flavor = "multi_thread")]
+async fn behind_a_transaction_pooler_the_direct_way_is_taken() {
+    let _shared = shared().await;
+    let database = Database::create("LB_POSTGRES_URL").await;
+    let client = database.connect().await;
+    let destinations = [Destination::redis()];
+    let direct = database.url();
+    let name = direct.rsplit('/').next().unwrap().to_owned();
+    let pooled = format!("{}/{name}", address("LB_PGBOUNCER_URL").rsplit_once('/').unwrap().0);
+    let setup = Setup::new(&direct, &destinations, "").with(&direct, &pooled);
+    let refused =
+        Command::new(env!("CARGO_BIN_EXE_lanebridge")).arg("-c").arg(setup.config()).arg("run").output().unwrap();
+    let stderr = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains("direct_url"), "{stderr}");
+
+    let setup = setup.with(&pooled, &format!("{pooled}\"\ndirect_url = \"{direct}"));
+    setup.run(&["migrate"]);
+    client.batch_execute("select lanebridge.publish('order.x', 'p', 'k', id => 'e')").await.unwrap();
+    setup.run(&["run", "--once"]);
+    drained(&client, SOON).await;
+    destinations[0].remove().await;
+    database.drop().await;
+}
+
+/// A standby that was killed owned nothing, so no takeover fences it; the next bridge that starts does.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_killed_standby_does_not_haunt_the_status() {
+    let _shared = shared().await;
+    let database = Database::create("LB_POSTGRES_URL").await;
+    let client = database.connect().await;
+    let setup = Setup::new(&database.url(), &[], "");
+    setup.run(&["migrate"]);
+    let alive = || async {
+        let sql = "select count(*) from lanebridge.bridges where fenced_at is null";
+        client.query_one(sql, &[]).await.unwrap().get::<_, i64>(0)
+    };
+    let owner = setup.start();
+    eventually("the owner is there", SOON, || async { alive().await == 1 }).await;
+    let standby = setup.start();
+    eventually("the standby is there", SOON, || async { alive().await == 2 }).await;
+    standby.kill();
+    let third = setup.start();
+    eventually("the third is there, the killed one is not", SOON, || async {
+        let sql = "select count(*) from lanebridge.bridges";
+        client.query_one(sql, &[]).await.unwrap().get::<_, i64>(0) == 3 && alive().await == 2
+    })
+    .await;
+    assert!(owner.terminate().await.success());
+    assert!(third.terminate().await.success());
     database.drop().await;
 }
