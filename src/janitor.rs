@@ -9,7 +9,7 @@ use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 
 use crate::config;
-use crate::db::{Client, Connector, Names, Session, deliveries, sqlstate};
+use crate::db::{Client, Connector, Names, Session, deliveries};
 use crate::error::{Error, Result};
 
 /// Days for which partitions exist beyond today.
@@ -20,8 +20,13 @@ const VACUUM_EVERY: Duration = Duration::from_secs(5);
 /// Dead rows that are worth a vacuum.
 const DEAD_ROWS: i64 = 5000;
 
-/// $1 table name as text.
-const DEAD_TUPLES: &str = "select n_dead_tup from pg_stat_all_tables where relid = '{schema}.{p}deliveries'::regclass";
+/// Longest vacuum; the session's usual limit is for statements that somebody waits for.
+const VACUUM_DEADLINE: Duration = Duration::from_secs(600);
+
+/// Dead rows of the deliveries, and whether we may vacuum them: a role that may not gets a mere warning.
+const DEAD_TUPLES: &str = "
+select s.n_dead_tup, pg_has_role(c.relowner, 'USAGE') from pg_stat_all_tables s join pg_class c on c.oid = s.relid
+ where s.relid = '{schema}.{p}deliveries'::regclass";
 const IN_DEFAULT: &str = "select count(*) from (select from {schema}.{p}events_default limit 1000) d";
 
 /// Runs until `stop`.
@@ -32,10 +37,16 @@ pub(crate) async fn run(connector: Connector, names: Names, retention: config::R
     let mut vacuum = tokio::time::interval(VACUUM_EVERY);
     vacuum.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
+        let round = async {
+            tokio::select! {
+                _ = partitions.tick() => janitor.partitions().await,
+                _ = vacuum.tick() => janitor.vacuum().await,
+            }
+        };
+        // A vacuum may take minutes; a bridge that drains does not wait for it.
         let done = tokio::select! {
             () = stop.cancelled() => return,
-            _ = partitions.tick() => janitor.partitions().await,
-            _ = vacuum.tick() => janitor.vacuum().await,
+            done = round => done,
         };
         if let Err(error) = done {
             tracing::warn!(error = %error.report(), "housekeeping failed; it is tried again");
@@ -94,19 +105,20 @@ impl Janitor {
         let dead = self.names.render(DEAD_TUPLES);
         let vacuum = self.names.render(deliveries::VACUUM);
         let session = self.session().await?;
-        let dead: i64 = session.query_one(&dead, &[]).await?.try_get(0).unwrap_or(0);
+        let row = session.query_one(&dead, &[]).await?;
+        let (dead, ours) = (row.try_get(0).unwrap_or(0_i64), row.try_get(1).unwrap_or(false));
         if dead < DEAD_ROWS {
             return Ok(());
         }
-        match session.batch_execute(&vacuum).await {
-            Err(error) if sqlstate(&error) == Some("42501") => {
-                self.may_vacuum = false;
-                tracing::warn!(
-                    "this role may not vacuum the deliveries; autovacuum has to; hint: make the bridge's role its owner"
-                );
-                Ok(())
-            }
-            other => other,
+        if !ours {
+            self.may_vacuum = false;
+            tracing::warn!(
+                "this role may not vacuum the deliveries; autovacuum has to; hint: make the bridge's role their owner"
+            );
+            return Ok(());
         }
+        session.batch_execute(&format!("set statement_timeout = '{}s'", VACUUM_DEADLINE.as_secs())).await?;
+        session.run_for(VACUUM_DEADLINE, session.raw().batch_execute(&vacuum)).await?;
+        session.batch_execute("reset statement_timeout").await
     }
 }

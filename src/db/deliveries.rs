@@ -28,8 +28,8 @@ select s.ended_below, s.written, r.lane, r.handler, r.seq, r.key_hash, r.size_by
   ) r on true";
 
 /// The gate (R1): sees each delivery again, with its payload, right before it is sent. Left joins, so that every id
-/// gets an answer; created_at finds the event's partition. $1 lanes, $2 handlers, $3 seqs, $4 created_at,
-/// $5 ordered, $6 blocks.
+/// gets an answer; created_at finds the event's partition. A fenced epoch gets none: its lanes are somebody else's.
+/// $1 lanes, $2 handlers, $3 seqs, $4 created_at, $5 ordered, $6 blocks, $7 epoch.
 pub(crate) const CONFIRM: &str = "
 select (pg_current_wal_flush_lsn() - '0/0'::pg_lsn)::bigint as flushed, d.seq is not null as present,
        d.due_at is not null or ($5 and d.key_hash is not null and (
@@ -44,6 +44,7 @@ select (pg_current_wal_flush_lsn() - '0/0'::pg_lsn)::bigint as flushed, d.seq is
        with ordinality k(lane, handler, seq, created_at, ord)
   left join {schema}.{p}deliveries d on d.lane = k.lane and d.handler = k.handler and d.seq = k.seq
   left join {schema}.{p}events e on e.seq = k.seq and e.created_at = k.created_at
+ where (select b.fenced_at is null from {schema}.{p}bridges b where b.epoch = $7)
  order by k.ord";
 
 /// A synchronous commit of our own: returns once everything written before it is on disk (R2). A message in the log

@@ -30,7 +30,7 @@ use crate::delivery::{Failure, Outcome};
 use crate::error::{Class, Error, Result};
 use crate::lanes::Ownership;
 use crate::sinks::{BEHIND, Route, Sink};
-use crate::sources::{Ask, Page, Promoted, Row, Verdict};
+use crate::sources::{Ask, Page, Promoted, Verdict};
 use plan::{Answer, Batch, Plan};
 
 /// Wait after a failed database call before the next of its kind.
@@ -252,7 +252,7 @@ impl Loop {
             let links = Arc::clone(&self.links);
             let doing = Doing::Send(batch.clone());
             self.spawn(doing, async move {
-                let answers = send(&outlet, &links, &batch.rows).await;
+                let answers = send(&outlet, &links, &batch).await;
                 Done::Sent { batch, answers }
             });
         }
@@ -440,10 +440,11 @@ impl Loop {
 }
 
 /// Confirms rows and hands them to the sink; one answer per row, in order.
-async fn send(outlet: &Outlet, links: &Links, rows: &[Row]) -> Vec<Answer> {
+async fn send(outlet: &Outlet, links: &Links, batch: &Batch) -> Vec<Answer> {
+    let rows = &batch.rows;
     let confirmed = async {
         let confirmer = links.confirmer().await?;
-        confirmer.confirm(rows, outlet.rules.ordered, outlet.rules.blocks).await
+        confirmer.confirm(batch.epoch, rows, outlet.rules.ordered, outlet.rules.blocks).await
     };
     let verdicts = match confirmed.await {
         Ok(verdicts) => verdicts,

@@ -48,12 +48,16 @@ impl Confirmer {
     ///
     /// # Errors
     /// Transient when the session broke: nothing was confirmed.
-    pub(crate) async fn confirm(&self, rows: &[Row], ordered: bool, blocks: bool) -> Result<Vec<Verdict>> {
+    pub(crate) async fn confirm(&self, epoch: i64, rows: &[Row], ordered: bool, blocks: bool) -> Result<Vec<Verdict>> {
         let lanes: Vec<i16> = rows.iter().map(|row| row.id.lane).collect();
         let handlers: Vec<i32> = rows.iter().map(|row| row.id.handler).collect();
         let seqs: Vec<i64> = rows.iter().map(|row| row.id.seq).collect();
         let created: Vec<time::OffsetDateTime> = rows.iter().map(|row| row.created_at).collect();
-        let found = self.client.query(&self.confirm, &[&lanes, &handlers, &seqs, &created, &ordered, &blocks]).await?;
+        let found =
+            self.client.query(&self.confirm, &[&lanes, &handlers, &seqs, &created, &ordered, &blocks, &epoch]).await?;
+        if found.is_empty() {
+            return Err(Error::transient(format!("epoch {epoch} is fenced: nothing is sent under it")));
+        }
         if found.len() != rows.len() {
             return Err(Error::new(format!("confirm deliveries: {} asked, {} answered", rows.len(), found.len())));
         }

@@ -6,7 +6,8 @@ use std::time::Duration;
 use crate::bridge::Setup;
 use crate::consumers::Destination;
 use crate::drain::drained;
-use crate::services::{Database, address, eventually, shared};
+use crate::proxy::Proxy;
+use crate::services::{Database, address, eventually, redis_address, shared};
 
 const SOON: Duration = Duration::from_secs(20);
 
@@ -98,30 +99,20 @@ async fn a_second_sigterm_ends_at_once() {
     let _shared = shared().await;
     let database = Database::create("LB_POSTGRES_URL").await;
     let client = database.connect().await;
-    // Nobody answers there: what is in flight stays in flight until its send timeout.
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let port = listener.local_addr().unwrap().port();
-    let silent = tokio::spawn(async move {
-        let mut open = Vec::new();
-        while let Ok((socket, _)) = listener.accept().await {
-            open.push(socket);
-        }
-    });
-    let extra = format!(
-        "[sinks.silent]\ntype = \"redis\"\nurl = \"redis://127.0.0.1:{port}\"\n\
-         [handlers.silent]\nevents = [\"order.*\"]\nsink = \"silent\"\nstream = \"s\"\n"
-    );
-    let setup = Setup::new(&database.url(), &[], &extra);
+    // What is sent stays in flight, for nobody gets it and nobody answers.
+    let destinations = [Destination::redis()];
+    let mut proxy = Proxy::holding(redis_address(), "never-answered").await;
+    let setup = Setup::new(&database.url(), &destinations, "")
+        .with(&address("LB_REDIS_URL"), &format!("redis://{}", proxy.address));
     setup.run(&["migrate"]);
-    client.batch_execute("select lanebridge.publish('order.x', 'p')").await.unwrap();
+    client.batch_execute("select lanebridge.publish('order.x', 'p', id => 'never-answered')").await.unwrap();
     let mut bridge = setup.start();
-    eventually("it starts", SOON, || std::future::ready(setup.log().contains("own lanes"))).await;
+    proxy.held().await;
     bridge.signal("TERM");
     eventually("it drains", SOON, || std::future::ready(setup.log().contains("draining"))).await;
     bridge.signal("TERM");
     let status = bridge.ended(Duration::from_secs(5)).await;
     assert_eq!(status.code(), Some(1), "{}", setup.log());
-    silent.abort();
     database.drop().await;
 }
 
