@@ -53,7 +53,7 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
     let connector = Connector::new(&config.postgres, &config.bridge.name)?.direct();
     let names = Names::new(&config.postgres);
     let handler_ids = tokio::select! {
-        ids = prepare(&config, &connector, &names, options) => ids?,
+        ids = prepare_with_patience(&config, &connector, &names, options) => ids?,
         () = stop.cancelled() => return Ok(()),
     };
     let sinks = connect_sinks(&config).await?;
@@ -122,6 +122,27 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
     }
 }
 
+/// [`prepare`] until it succeeds: a bridge that starts together with its database waits for it. What is not a matter of
+/// time is an error at once.
+async fn prepare_with_patience(
+    config: &Config,
+    connector: &Connector,
+    names: &Names,
+    options: Options,
+) -> Result<BTreeMap<String, i32>> {
+    let mut wait = Duration::from_millis(250);
+    loop {
+        match prepare(config, connector, names, options).await {
+            Err(error) if error.class() == Class::Transient => {
+                tracing::warn!(error = %error.report(), "the database is not ready yet; trying again");
+                tokio::time::sleep(wait).await;
+                wait = (wait * 2).min(Duration::from_secs(5));
+            }
+            other => return other,
+        }
+    }
+}
+
 /// Brings the database in order and returns the handlers' ids by name.
 async fn prepare(
     config: &Config,
@@ -129,7 +150,7 @@ async fn prepare(
     names: &Names,
     options: Options,
 ) -> Result<BTreeMap<String, i32>> {
-    let mut session = connect_with_patience(connector).await?;
+    let mut session = connector.connect("start", Session::Work).await?;
     connector.detect_pooler().await?;
     if options.migrate {
         for applied in db::migrate(&mut session, names, db::MIGRATIONS).await? {
@@ -139,21 +160,6 @@ async fn prepare(
         db::require_current(&session, names, db::MIGRATIONS).await?;
     }
     register(config, &session, names).await
-}
-
-/// A bridge that starts together with its database waits for it; what is not a matter of time is an error at once.
-async fn connect_with_patience(connector: &Connector) -> Result<Client> {
-    let mut wait = Duration::from_millis(250);
-    loop {
-        match connector.connect("start", Session::Work).await {
-            Err(error) if error.class() == Class::Transient => {
-                tracing::warn!(error = %error.report(), "the database is not there yet; trying again");
-                tokio::time::sleep(wait).await;
-                wait = (wait * 2).min(Duration::from_secs(5));
-            }
-            other => return other,
-        }
-    }
 }
 
 /// Writes handlers and settings; returns ids by name.

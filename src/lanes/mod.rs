@@ -18,8 +18,9 @@ use crate::error::{Error, Result};
 const HEARTBEAT: Duration = Duration::from_secs(1);
 /// A heartbeat that takes longer counts as a lost session.
 const LIVENESS: Duration = Duration::from_secs(5);
-/// First and longest wait before registering again after a loss; doubled in between.
-const RECONNECT: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+/// First and longest wait before registering again after a loss; doubled in between. Short, since nothing is delivered
+/// meanwhile.
+const RECONNECT: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 
 const LANES: i16 = 256;
 

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "a failed test ends with the line that failed")]
 
 mod bridge;
+mod chaos;
 mod consumers;
 mod drain;
 mod durability;
