@@ -1,5 +1,5 @@
 -- Tables. Hot rows are inserted once and deleted once, and stay narrow; whatever is rare lives in tables of its own.
--- Every name is qualified; {schema} and {p} (the table prefix) are filled in by the runner, validated and quoted.
+-- Every name is qualified; schema and table prefix are filled in by the runner, validated and quoted.
 
 -- One row: what every program that uses this schema must agree on.
 create table {schema}.{p}installation (

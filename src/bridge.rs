@@ -150,8 +150,9 @@ async fn prepare(
     names: &Names,
     options: Options,
 ) -> Result<BTreeMap<String, i32>> {
-    let mut session = connector.connect("start", Session::Work).await?;
+    // Before any session of ours sets anything: through a pooler the settings would stay with the application's.
     connector.detect_pooler().await?;
+    let mut session = connector.connect("start", Session::Work).await?;
     if options.migrate {
         for applied in db::migrate(&mut session, names, db::MIGRATIONS).await? {
             tracing::info!(version = applied.version, name = applied.name, "applied a migration");
@@ -256,16 +257,17 @@ fn outlets(config: &Config, ids: &BTreeMap<String, i32>, sinks: &BTreeMap<String
 /// Says once per start what is missing or weak at the destinations. Nothing here stops the start: a handler without
 /// its topic must not stop the others, and its deliveries wait.
 async fn check_destinations(sinks: &BTreeMap<String, Arc<Sink>>, outlets: &[Outlet], stop: &CancellationToken) {
-    for (name, sink) in sinks {
-        let routes: Vec<Route> = outlets
-            .iter()
-            .filter(|outlet| outlet.route.handler.sink == *name)
-            .map(|outlet| outlet.route.clone())
-            .collect();
-        let found = tokio::select! {
-            found = sink.check(&routes) => found,
-            () = stop.cancelled() => return,
-        };
+    let checks = sinks.iter().map(|(name, sink)| async move {
+        let ours = outlets.iter().filter(|outlet| outlet.route.handler.sink == *name);
+        let routes: Vec<Route> = ours.map(|outlet| outlet.route.clone()).collect();
+        (name, sink.check(&routes).await)
+    });
+    // All at once: a broker that does not answer must not hold up the others' start longer than its own check takes.
+    let checks = tokio::select! {
+        checks = futures_util::future::join_all(checks) => checks,
+        () = stop.cancelled() => return,
+    };
+    for (name, found) in checks {
         match found {
             Ok(findings) => {
                 for finding in findings {

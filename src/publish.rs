@@ -58,6 +58,11 @@ impl NewEvent {
         Self::new(kind, payload.to_string().into_bytes(), PayloadFormat::Json)
     }
 
+    /// JSON that is text already: stored as it is, to the last space and digit. Must be JSON; `content-type` says so.
+    pub fn json_text(kind: impl Into<String>, payload: impl Into<String>) -> Self {
+        Self::new(kind, payload.into().into_bytes(), PayloadFormat::Json)
+    }
+
     /// Stored as it is, `content-type: text/plain; charset=utf-8`.
     pub fn text(kind: impl Into<String>, payload: impl Into<String>) -> Self {
         Self::new(kind, payload.into().into_bytes(), PayloadFormat::Text)

@@ -1,5 +1,7 @@
 //! `deliveries list|show|requeue`.
 
+use std::collections::BTreeSet;
+
 use clap::{Args, Subcommand};
 use serde_json::Value;
 use time::OffsetDateTime;
@@ -82,6 +84,19 @@ struct Requeue {
 const COLUMNS: [&str; 10] =
     ["seq", "handler", "state", "event_id", "type", "key", "attempts", "due_at", "published_at", "last_error"];
 
+/// Positions in [`COLUMNS`] of what a table for people shows.
+const FOR_PEOPLE: [usize; 8] = [0, 1, 2, 4, 5, 6, 7, 9];
+
+/// A name that no handler has is a typo, not an empty answer.
+async fn known(session: &Session, handler: &str) -> Result<()> {
+    let rows = session.query(operate::HANDLER_NAMES, &[]).await?;
+    let names = rows.iter().map(|row| cell::<String>(row, 0)).collect::<Result<Vec<_>>>()?;
+    if names.iter().any(|name| name == handler) {
+        return Ok(());
+    }
+    Err(Error::config(format!("unknown handler \"{handler}\"")).hint(format!("there are: {}", names.join(", "))))
+}
+
 impl Deliveries {
     pub(super) async fn run(&self, config: &Config) -> Result<()> {
         let session = Session::open(config).await?;
@@ -95,6 +110,9 @@ impl Deliveries {
 
 impl List {
     async fn run(&self, session: &Session) -> Result<()> {
+        if let Some(handler) = &self.handler {
+            known(session, handler).await?;
+        }
         let (seq, handler) = match &self.after {
             None => (None, None),
             Some(after) => {
@@ -124,16 +142,23 @@ impl List {
         let lines = rows.iter().map(line).collect::<Result<Vec<_>>>()?;
         let full = lines.len() == usize::from(self.limit);
         let next = lines.last().filter(|_| full).map(|last| format!("{}:{}", text(&last[0]), text(&last[1])));
-        table(&COLUMNS, lines, self.json)?;
+        if self.json {
+            return table(&COLUMNS, lines, true);
+        }
+        // What fits a terminal; `show` has the rest.
+        let some = |row: Vec<Value>| FOR_PEOPLE.iter().map(|at| row[*at].clone()).collect();
+        let names: Vec<&str> = FOR_PEOPLE.iter().map(|at| COLUMNS[*at]).collect();
+        table(&names, lines.into_iter().map(some).collect(), false)?;
         match next {
-            Some(next) if !self.json => print(&format!("more: --after {next}\n")),
-            _ => Ok(()),
+            Some(next) => print(&format!("more: --after {next}\n")),
+            None => Ok(()),
         }
     }
 }
 
 impl Show {
     async fn run(&self, session: &Session) -> Result<()> {
+        known(session, &self.handler).await?;
         let none = None::<String>;
         let handler = Some(&self.handler);
         let rows = session
@@ -191,6 +216,7 @@ impl Show {
 
 impl Requeue {
     async fn run(&self, session: &Session) -> Result<()> {
+        known(session, &self.handler).await?;
         if self.seqs.is_empty() && !self.all_dead {
             return Err(Error::config("requeue needs the seqs of dead deliveries, or --all-dead"));
         }
@@ -214,7 +240,7 @@ impl Requeue {
                 changed += rows.first().map(|row| cell::<i64>(row, 0)).transpose()?.unwrap_or(0);
             }
         }
-        let asked = if self.all_dead { found } else { self.seqs.len() };
+        let asked = if self.all_dead { found } else { self.seqs.iter().collect::<BTreeSet<_>>().len() };
         if self.json {
             let answer = serde_json::json!({"asked": asked, "dead": found, "requeued": changed});
             return print(&format!("{answer}\n"));

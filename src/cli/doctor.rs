@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-use super::{cell, print, table};
+use super::{cell, counted, print, table};
 use crate::bridge;
 use crate::config::{self, Config};
 use crate::db::{self, Client, Connector, Names, Session, operate};
@@ -33,7 +33,7 @@ impl Check {
         if self.print {
             return print(&config::describe(config));
         }
-        print(&format!("ok: {} handlers, {} sinks\n", config.handlers.len(), config.sinks.len()))
+        print(&format!("ok: {}, {}\n", counted(config.handlers.len(), "handler"), counted(config.sinks.len(), "sink")))
     }
 }
 
@@ -67,15 +67,18 @@ impl Doctor {
     pub(super) async fn run(&self, config: &Config) -> Result<()> {
         let mut report = Report { rows: Vec::new(), problems: 0 };
         for warning in &config.warnings {
-            report.add("configuration", "weak", warning, "");
+            let (detail, fix) = warning.split_once("; hint: ").unwrap_or((warning, ""));
+            report.add("configuration", "weak", detail, fix);
         }
         let connector = Connector::new(&config.postgres, &config.bridge.name)?.direct();
-        let connected = connector.connect("doctor", Session::Work).await;
-        if let Some(client) = report.take("database", connected) {
-            report.add("database", "ok", client.server(), "");
-            if report.take("pooler", connector.detect_pooler().await).is_some() {
-                report.add("pooler", "ok", "sessions are our own", "");
-            }
+        // The pooler first: behind one, the settings of a session of ours would stay with the application's.
+        let direct = report.take("database", connector.detect_pooler().await);
+        let connected = match direct {
+            Some(()) => report.take("database", connector.connect("doctor", Session::Work).await),
+            None => None,
+        };
+        if let Some(client) = connected {
+            report.add("database", "ok", format!("{}; sessions are our own", client.server()), "");
             let names = Names::new(&config.postgres);
             if report.take("schema", db::require_current(&client, &names, db::MIGRATIONS).await).is_some() {
                 report.add("schema", "ok", "current", "");
@@ -87,7 +90,7 @@ impl Doctor {
         table(&["what", "state", "detail", "fix"], report.rows, self.json)?;
         match report.problems {
             0 => Ok(()),
-            n => Err(Error::new(format!("{n} problems"))),
+            n => Err(Error::new(counted(n, "problem"))),
         }
     }
 }
@@ -157,7 +160,16 @@ async fn sinks(config: &Config, report: &mut Report) {
         let what = format!("sink {name}");
         if let Some(findings) = report.take(&what, sink.check(&bridge::routes(config, name)).await) {
             if findings.is_empty() {
-                report.add(&what, "ok", "every destination is there", "");
+                let routes = bridge::routes(config, name);
+                let open = routes.iter().filter(|r| r.handler.destination.fixed(&r.handler.name).is_none()).count();
+                let detail = match open {
+                    0 => "every destination is there".to_owned(),
+                    n => format!(
+                        "reached; {} with a destination made from the event cannot be checked ahead",
+                        counted(n, "handler")
+                    ),
+                };
+                report.add(&what, "ok", detail, "");
             }
             for finding in findings {
                 let state = if finding.severity == Severity::Weak { "weak" } else { "problem" };

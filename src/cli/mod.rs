@@ -114,10 +114,11 @@ fn exit(error: &Error) -> ExitCode {
     ExitCode::from(if error.class() == Class::Config { 2 } else { 1 })
 }
 
-/// Logs go to stderr, so that stdout stays for answers; `RUST_LOG` filters.
+/// Logs go to stderr, so that stdout stays for answers; `RUST_LOG` filters. The NATS client repeats a refused login every
+/// second without naming the sink; ours says it once, with the name.
 fn log_to_stderr(json: bool) {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info,async_nats=warn,librdkafka=warn"));
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info,async_nats=off,librdkafka=warn"));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false);
     if json {
         log.json().flatten_event(true).init();
@@ -134,10 +135,7 @@ struct Session {
 
 impl Session {
     async fn open(config: &Config) -> Result<Self> {
-        let client = db::Connector::new(&config.postgres, &config.bridge.name)?
-            .direct()
-            .connect("cli", db::Session::Work)
-            .await?;
+        let client = connect(config, "cli").await?;
         let names = db::Names::new(&config.postgres);
         db::require_current(&client, &names, db::MIGRATIONS).await?;
         Ok(Self { client, names })
@@ -150,6 +148,18 @@ impl Session {
     ) -> Result<Vec<tokio_postgres::Row>> {
         self.client.query(&self.names.render(sql), values).await
     }
+}
+
+/// A session of our own. A pooler is refused first: our settings would stay on a connection that the application uses next.
+async fn connect(config: &Config, purpose: &str) -> Result<db::Client> {
+    let connector = db::Connector::new(&config.postgres, &config.bridge.name)?.direct();
+    connector.detect_pooler().await?;
+    connector.connect(purpose, db::Session::Work).await
+}
+
+/// `1 handler`, `2 handlers`.
+fn counted(n: usize, noun: &str) -> String {
+    format!("{n} {noun}{}", if n == 1 { "" } else { "s" })
 }
 
 /// A column of an answer.
@@ -176,8 +186,12 @@ fn table(columns: &[&str], rows: Vec<Vec<Value>>, json: bool) -> Result<()> {
     let mut table = comfy_table::Table::new();
     table.load_style(comfy_table::presets::NOTHING).set_content_arrangement(comfy_table::ContentArrangement::Dynamic);
     table.set_header(columns);
+    if !std::io::stdout().is_terminal() {
+        table.set_content_arrangement(comfy_table::ContentArrangement::Disabled);
+    }
     table.add_rows(rows.iter().map(|row| row.iter().map(text).collect::<Vec<_>>()));
-    print(&format!("{table}\n"))
+    let lines = table.lines().map(|line| format!("{}\n", line.trim_end()));
+    print(&lines.collect::<String>())
 }
 
 /// Rows as objects with the columns' names.

@@ -84,9 +84,9 @@ impl Publish {
         };
         let mut event = match (self.json_payload, String::from_utf8(bytes)) {
             (true, Ok(text)) => {
-                let value: serde_json::Value = serde_json::from_str(&text)
+                serde_json::from_str::<serde::de::IgnoredAny>(&text)
                     .map_err(|error| Error::config("the payload is not JSON").source_is(error))?;
-                NewEvent::json(&self.kind, &value)
+                NewEvent::json_text(&self.kind, text)
             }
             (true, Err(_)) => return Err(Error::config("the payload is not UTF-8, so it is not JSON")),
             (false, Ok(text)) => NewEvent::text(&self.kind, text),

@@ -1,13 +1,18 @@
 //! `run` and `migrate`.
 
+use std::time::{Duration, Instant};
+
 use clap::Args;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use crate::bridge;
 use crate::config::Config;
-use crate::db::{self, Connector, Names, Session};
+use crate::db::{self, Names};
 use crate::error::{Context, Result};
+
+/// A signal that comes again within this time is the same one: some supervisors signal the process and then its group.
+const SAME_SIGNAL: Duration = Duration::from_millis(250);
 
 #[derive(Args)]
 pub(super) struct Run {
@@ -47,8 +52,7 @@ impl Migrate {
             super::print(&db::print(&names, db::MIGRATIONS))?;
             return Ok(());
         }
-        let mut session =
-            Connector::new(&config.postgres, &config.bridge.name)?.direct().connect("migrate", Session::Work).await?;
+        let mut session = super::connect(config, "migrate").await?;
         if self.status {
             let status = db::status(&session, &names, db::MIGRATIONS).await?;
             let rows = status.iter().map(|s| vec![s.version.into(), s.name.as_str().into(), s.state.as_str().into()]);
@@ -73,7 +77,13 @@ fn watch_signals(stop: CancellationToken) -> Result<()> {
     tokio::spawn(async move {
         either(&mut term, &mut int).await;
         stop.cancel();
-        either(&mut term, &mut int).await;
+        let first = Instant::now();
+        loop {
+            either(&mut term, &mut int).await;
+            if first.elapsed() >= SAME_SIGNAL {
+                break;
+            }
+        }
         tracing::warn!("a second signal: stopping at once; what is in flight may be sent again");
         std::process::exit(1);
     });

@@ -243,7 +243,7 @@ impl Connector {
                  so locks and LISTEN do not work there",
                 one.server()
             ))
-            .hint("set direct_url to the server's own port, or ownership = \"lease\""));
+            .hint("set direct_url to the server's own port"));
         }
         Ok(())
     }

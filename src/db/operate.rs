@@ -80,6 +80,8 @@ pub(crate) const DEAD_OF: &str = "
 select x.seq from {schema}.{p}dead x join {schema}.{p}handlers h on h.id = x.handler
  where h.name = $1 and x.seq > $2 order by x.seq limit $3";
 
+pub(crate) const HANDLER_NAMES: &str = "select name from {schema}.{p}handlers order by name";
+
 /// $1 handler, $2 seqs; returns how many came back.
 pub(crate) const REQUEUE: &str = "select {schema}.{p}requeue($1, $2)";
 

@@ -37,6 +37,9 @@ use plan::{Answer, Batch, Plan};
 const DATABASE_PAUSE: Duration = Duration::from_millis(250);
 /// Held deliveries promoted per poll.
 const PROMOTE: i32 = 1000;
+/// How often refusals of one handler and code are reported, and how many such pairs are remembered.
+const REPORT_EVERY: Duration = Duration::from_secs(60);
+const REPORTED: usize = 1000;
 /// Trials that must fail before `--once` gives up on a broker.
 const ONCE_PATIENCE: Duration = Duration::from_secs(30);
 
@@ -105,6 +108,7 @@ pub(crate) async fn run(
         complete_rounds: 0,
         none_free: None,
         sick_since: None,
+        reported: HashMap::new(),
     };
     let mut poll_tick = tokio::time::interval(settings.poll_interval);
     poll_tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -171,6 +175,8 @@ struct Loop {
     none_free: Option<Vec<String>>,
     /// Since when a breaker has been open without a break.
     sick_since: Option<Instant>,
+    /// Handler and code of refusals, and when they were last reported.
+    reported: HashMap<(i32, String), Instant>,
 }
 
 impl Loop {
@@ -330,10 +336,11 @@ impl Loop {
                 if answers.iter().any(|answer| matches!(answer, Answer::NotTried)) {
                     self.pause_until = Some(Instant::now() + DATABASE_PAUSE);
                 }
+                self.report_refusals(&batch, &answers);
                 let changes = self.plan.answered(&batch, answers, Instant::now(), rand::rng().random());
-                let handler = self.outlets.get(&batch.handler).map_or("?", |outlet| &outlet.route.handler.name);
+                let handler = self.name(batch.handler);
                 if let (true, Some(failure)) = (changes.opened, failed) {
-                    tracing::warn!(handler, error = %failure, "the broker is unreachable; deliveries wait, no attempt is spent");
+                    tracing::warn!(handler, error = %failure, "broker or destination unreachable; deliveries wait, no attempt is spent");
                 }
                 if changes.closed {
                     tracing::info!(handler, "the broker is back");
@@ -348,7 +355,7 @@ impl Loop {
                                 reason = %missing.reason, "an acknowledged delivery was not there to complete");
                         }
                         for burial in &outcomes.buried {
-                            tracing::error!(handler = burial.id.handler, seq = burial.id.seq, error = %burial.failure,
+                            tracing::error!(handler = self.name(burial.id.handler), seq = burial.id.seq, error = %burial.failure,
                                 "a delivery is dead; see: lanebridge deliveries list --state dead");
                         }
                         self.plan.written(epoch, &outcomes, &missing);
@@ -366,6 +373,28 @@ impl Loop {
             }
         }
         Ok(())
+    }
+
+    fn name(&self, handler: i32) -> &str {
+        self.outlets.get(&handler).map_or("?", |outlet| &outlet.route.handler.name)
+    }
+
+    /// One line per handler and code a minute: enough to see trouble long before a delivery is dead.
+    fn report_refusals(&mut self, batch: &Batch, answers: &[Answer]) {
+        for (row, answer) in batch.rows.iter().zip(answers) {
+            let Answer::Outcome(Outcome::Refused(failure)) = answer else { continue };
+            let key = (batch.handler, failure.code.clone());
+            let now = Instant::now();
+            if self.reported.get(&key).is_some_and(|last| now.duration_since(*last) < REPORT_EVERY) {
+                continue;
+            }
+            if self.reported.len() >= REPORTED {
+                self.reported.clear();
+            }
+            self.reported.insert(key, now);
+            tracing::warn!(handler = self.name(batch.handler), seq = row.id.seq, attempts = row.attempts + 1, error = %failure,
+                "a delivery was refused; it is tried again later, and its key waits");
+        }
     }
 
     /// A bug in us must not lose a delivery or stop its lane mates: the rows count as refused, so that one that makes
