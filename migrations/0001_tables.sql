@@ -34,6 +34,9 @@ create table {schema}.{p}handlers (
     -- The patterns as written, and as one anchored regular expression that publishing matches.
     events     text[]      not null,
     type_regex text        not null,
+    -- LIKE patterns that pass whatever type_regex passes, and little more; null: ask the expression at once. A backend
+    -- keeps 32 compiled expressions: with 100 handlers every publish compiled them all, which took 0.8 ms.
+    type_likes text[],
     -- Policies that SQL must know: does order hold per key, and does a dead delivery hold back its key.
     ordered    boolean     not null default true,
     blocks     boolean     not null default true,

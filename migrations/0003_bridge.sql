@@ -202,8 +202,13 @@ create function {schema}.{p}register_handlers(p_handlers jsonb) returns table (n
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 begin
-    insert into {schema}.{p}handlers as h (name, events, type_regex, ordered, blocks, sink, destination)
-    select x.name, x.events, x.type_regex, x.ordered, x.blocks, x.sink, x.destination
+    insert into {schema}.{p}handlers as h (name, events, type_regex, type_likes, ordered, blocks, sink, destination)
+    select x.name, x.events, x.type_regex,
+           -- A wildcard is always a whole token, and stands for one character or more.
+           array(select replace(replace(replace(replace(replace(
+                            e, E'\\', E'\\\\'), '%', E'\\%'), '_', E'\\_'), '*', '_%'), '>', '_%')
+                   from unnest(x.events) e),
+           x.ordered, x.blocks, x.sink, x.destination
       from jsonb_to_recordset(p_handlers)
            x(name text, events text[], type_regex text, ordered boolean, blocks boolean, sink text, destination text)
      where not exists (select from {schema}.{p}handlers o
@@ -211,8 +216,8 @@ begin
                               = (x.events, x.type_regex, x.ordered, x.blocks, x.sink, x.destination))
      order by x.name
     on conflict (name) do update
-       set events = excluded.events, type_regex = excluded.type_regex, ordered = excluded.ordered,
-           blocks = excluded.blocks, sink = excluded.sink, destination = excluded.destination,
+       set events = excluded.events, type_regex = excluded.type_regex, type_likes = excluded.type_likes,
+           ordered = excluded.ordered, blocks = excluded.blocks, sink = excluded.sink, destination = excluded.destination,
            updated_at = clock_timestamp();
     return query
     select h.name, h.id from {schema}.{p}handlers h
@@ -330,8 +335,8 @@ begin
     for f in
         select p.oid from pg_catalog.pg_proc p join pg_catalog.pg_namespace n on n.oid = p.pronamespace
          where n.nspname = '{schema_text}' and p.proname in (select '{p_text}' || name from pg_catalog.unnest(array[
-             'key_lock_limit', 'headers_problem', 'event_problem', 'handlers_problem', 'handler_ids', 'held_keys', 'notify', 'channel', 'republish',
-             'publish_one', 'insert_batch', 'publish_batch', 'publish', 'publish_many', 'fence', 'register_bridge',
+             'key_lock_limit', 'headers_problem', 'event_problem', 'takes', 'handlers_problem', 'handler_ids', 'held_keys',
+             'notify', 'channel', 'republish', 'publish_one', 'insert_batch', 'publish_batch', 'publish', 'publish_many', 'fence', 'register_bridge',
              'heartbeat', 'lock_lanes', 'take_lanes', 'leave', 'complete', 'retry', 'bury', 'promote',
              'register_handlers', 'requeue', 'ensure_partitions', 'drop_partitions']) name)
     loop

@@ -221,17 +221,21 @@ async fn bury_moves_a_delivery_with_its_error(db: &Installation) {
 
 async fn promote_frees_what_is_due_of_its_lanes(db: &Installation) {
     let client = db.connect().await;
-    let (epoch, h) = setup(&client, 4).await;
+    let (epoch, h) = setup(&client, 5).await;
     // Nothing due: no lock, no fence, no rows.
     assert_eq!(all::<i64>(&client, &promote(epoch)).await, [0; 0]);
-    for (seq, delay) in [(2, 0), (3, 0), (4, 3_600_000)] {
+    for (seq, delay) in [(2, 0), (3, 0), (4, 0), (5, 3_600_000)] {
         run(&client, &retry(epoch, h, seq, 0, delay)).await;
     }
     let elsewhere = promote(epoch).replace(LANE, &format!("(({LANE} + 1) & 255)::smallint"));
     assert_eq!(all::<i64>(&client, &elsewhere).await, [0; 0]);
+    // The limit is shared by the lanes, and gives each at least one.
     assert_eq!(all::<i64>(&client, &promote(epoch).replace("1000", "1")).await, [2]);
-    assert_eq!(all::<i64>(&client, &promote(epoch)).await, [3]);
-    assert_eq!(all::<i64>(&client, "select seq from lanebridge.deliveries where due_at is not null").await, [4]);
+    let held = "select seq from lanebridge.deliveries where due_at is not null order by 1";
+    assert_eq!(all::<i64>(&client, held).await.last(), Some(&5));
+    run(&client, "update lanebridge.deliveries set due_at = '-infinity' where seq = 4").await;
+    assert_eq!(all::<i64>(&client, &promote(epoch)).await, [4]);
+    assert_eq!(all::<i64>(&client, held).await, [5]);
 }
 
 async fn requeue_brings_back_with_a_new_generation(db: &Installation) {
