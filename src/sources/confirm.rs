@@ -15,7 +15,7 @@ use crate::event::{Event, Payload, PayloadFormat};
 
 /// A session with the statement prepared; several calls at once share it as a pipeline.
 pub(crate) struct Confirmer {
-    client: Arc<Client>,
+    client: Client,
     confirm: Statement,
 }
 
@@ -34,7 +34,7 @@ pub(crate) enum Verdict {
 impl Confirmer {
     /// # Errors
     /// When the statement does not fit the schema, or the session broke.
-    pub(crate) async fn new(client: Arc<Client>, names: &Names) -> Result<Self> {
+    pub(crate) async fn new(client: Client, names: &Names) -> Result<Self> {
         let confirm = client.prepare(&names.render(deliveries::CONFIRM)).await?;
         Ok(Self { client, confirm })
     }

@@ -1,7 +1,5 @@
 //! The narrow poll: which deliveries of the owned lanes may go, in seq order, without their payloads.
 
-use std::sync::Arc;
-
 use tokio_postgres::Statement;
 
 use super::{Ask, Page, Row};
@@ -11,7 +9,7 @@ use crate::error::{Error, Result};
 
 /// A session with the poll's statements prepared.
 pub(crate) struct Poller {
-    client: Arc<Client>,
+    client: Client,
     poll: Statement,
     promote: Statement,
 }
@@ -27,7 +25,7 @@ pub(crate) struct Promoted {
 impl Poller {
     /// # Errors
     /// When a statement does not fit the schema, or the session broke.
-    pub(crate) async fn new(client: Arc<Client>, names: &Names) -> Result<Self> {
+    pub(crate) async fn new(client: Client, names: &Names) -> Result<Self> {
         let poll = client.prepare(&names.render(deliveries::POLL)).await?;
         let promote = client.prepare(&names.render(deliveries::PROMOTE)).await?;
         Ok(Self { client, poll, promote })

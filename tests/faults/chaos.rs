@@ -7,23 +7,19 @@ use std::time::Duration;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::bridge::{BATCH, BATCHES, Setup};
+use crate::bridge::{BATCH, BATCHES};
 use crate::consumers::Destination;
 use crate::drain::{drained, seed};
 use crate::ledger::judge;
-use crate::publishers::{Load, TRUTH, publish};
-use crate::services::{Database, eventually, shared};
+use crate::publishers::{Load, publish};
+use crate::services::eventually;
+use crate::stage::Stage;
 
 /// F14, I1-I5: any session of the bridge may end at any time, the lock's among them.
 #[tokio::test(flavor = "multi_thread")]
 async fn sessions_that_end_at_random_lose_and_reorder_nothing() {
-    let _shared = shared().await;
-    let database = Database::create("LB_POSTGRES_URL").await;
-    let client = database.connect().await;
-    client.batch_execute(TRUTH).await.unwrap();
-    let destinations = Destination::all().await;
-    let setup = Setup::new(&database.url(), &destinations, "");
-    setup.run(&["migrate"]);
+    let stage = Stage::new(Destination::all().await).await;
+    let Stage { database, client, destinations, setup, .. } = &stage;
     let load = Load { seed: seed(), writers: 4, keys: 60, events: 6_000 };
     let mut rng = StdRng::seed_from_u64(load.seed);
     let committed = Arc::new(AtomicUsize::new(0));
@@ -45,29 +41,23 @@ async fn sessions_that_end_at_random_lose_and_reorder_nothing() {
             ended += client.query_one(one, &[&salt, &lock_too]).await.unwrap().get::<_, i64>(0);
         }
     };
-    tokio::join!(publish(&database, load, Arc::clone(&committed)), ending);
+    tokio::join!(publish(database, load, Arc::clone(&committed)), ending);
     assert!(ended > 20, "{ended} sessions were ended: {}", setup.log());
-    drained(&client, Duration::from_secs(60)).await;
+    drained(client, Duration::from_secs(60)).await;
     assert!(bridge.terminate().await.success(), "{}", setup.log());
-    for destination in &destinations {
+    for destination in destinations {
         // Each end may repeat what was acknowledged and not deleted; far less than a window each in practice.
         let bound = usize::try_from(ended).unwrap() * BATCH;
-        judge(&client, &destination.read().await).await.must_be_clean(destination.name(), bound);
-        destination.remove().await;
+        judge(client, &destination.read().await).await.must_be_clean(destination.name(), bound);
     }
-    database.drop().await;
+    stage.end().await;
 }
 
 /// F1, F2, H47: two bridges, killed in turn as soon as one owns the lanes, again and again.
 #[tokio::test(flavor = "multi_thread")]
 async fn two_bridges_that_are_killed_in_turn_lose_and_reorder_nothing() {
-    let _shared = shared().await;
-    let database = Database::create("LB_POSTGRES_URL").await;
-    let client = database.connect().await;
-    client.batch_execute(TRUTH).await.unwrap();
-    let destinations = Destination::all().await;
-    let setup = Setup::new(&database.url(), &destinations, "");
-    setup.run(&["migrate"]);
+    let stage = Stage::new(Destination::all().await).await;
+    let Stage { database, client, destinations, setup, .. } = &stage;
     let load = Load { seed: seed(), writers: 4, keys: 60, events: 8_000 };
     let mut rng = StdRng::seed_from_u64(load.seed);
     let committed = Arc::new(AtomicUsize::new(0));
@@ -84,15 +74,21 @@ async fn two_bridges_that_are_killed_in_turn_lose_and_reorder_nothing() {
         }
         bridges
     };
-    let (_, bridges) = tokio::join!(publish(&database, load, Arc::clone(&committed)), killing);
-    drained(&client, Duration::from_secs(60)).await;
+    let (_, bridges) = tokio::join!(publish(database, load, Arc::clone(&committed)), killing);
+    drained(client, Duration::from_secs(60)).await;
+    // One of them may have been started a moment ago; before it listens for signals, a SIGTERM just ends it.
+    eventually("both bridges run", Duration::from_secs(20), || async {
+        let sql = "select count(*) from lanebridge.bridges where fenced_at is null";
+        client.query_one(sql, &[]).await.unwrap().get::<_, i64>(0) == 2
+    })
+    .await;
     for bridge in bridges {
-        assert!(bridge.terminate().await.success(), "{}", setup.log());
+        let status = bridge.terminate().await;
+        assert!(status.success(), "{status}\n{}", setup.log());
     }
-    for destination in &destinations {
-        let verdict = judge(&client, &destination.read().await).await;
+    for destination in destinations {
+        let verdict = judge(client, &destination.read().await).await;
         verdict.must_be_clean(&format!("{} after {kills} kills", destination.name()), kills * BATCH * BATCHES);
-        destination.remove().await;
     }
-    database.drop().await;
+    stage.end().await;
 }

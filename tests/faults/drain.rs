@@ -11,6 +11,7 @@ use crate::consumers::Destination;
 use crate::ledger::judge;
 use crate::publishers::{Load, TRUTH, publish};
 use crate::services::{Database, eventually, shared};
+use crate::stage::Stage;
 
 pub async fn deliveries_left(client: &Client) -> i64 {
     client.query_one("select count(*) from lanebridge.deliveries", &[]).await.unwrap().get(0)
@@ -76,18 +77,13 @@ async fn a_kill_repeats_at_most_the_window_on_postgres_18() {
 /// R13: a bridge that says it drained repeats nothing, however often it is stopped under load.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_drained_stop_repeats_nothing() {
-    let _shared = shared().await;
-    let database = Database::create("LB_POSTGRES_URL").await;
-    let client = database.connect().await;
-    client.batch_execute(TRUTH).await.unwrap();
-    let destinations = Destination::all().await;
-    let setup = Setup::new(&database.url(), &destinations, "");
-    setup.run(&["migrate"]);
+    let stage = Stage::new(Destination::all().await).await;
+    let Stage { database, client, destinations, setup, .. } = &stage;
     let load = Load { seed: seed(), writers: 4, keys: 50, events: 6_000 };
     let committed = Arc::new(AtomicUsize::new(0));
     let writing = {
         let committed = Arc::clone(&committed);
-        async { publish(&database, load, committed).await }
+        async { publish(database, load, committed).await }
     };
     let stopping = async {
         for round in 1..=5 {
@@ -102,10 +98,9 @@ async fn a_drained_stop_repeats_nothing() {
     };
     tokio::join!(writing, stopping);
     setup.run(&["run", "--once"]);
-    assert_eq!(deliveries_left(&client).await, 0);
-    for destination in &destinations {
-        judge(&client, &destination.read().await).await.must_be_clean(destination.name(), 0);
-        destination.remove().await;
+    assert_eq!(deliveries_left(client).await, 0);
+    for destination in destinations {
+        judge(client, &destination.read().await).await.must_be_clean(destination.name(), 0);
     }
-    database.drop().await;
+    stage.end().await;
 }

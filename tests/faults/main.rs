@@ -18,3 +18,4 @@ mod partitions;
 mod proxy;
 mod publishers;
 mod services;
+mod stage;

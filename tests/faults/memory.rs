@@ -2,31 +2,27 @@
 
 use std::time::Duration;
 
-use crate::bridge::Setup;
 use crate::consumers::Destination;
 use crate::drain::drained;
-use crate::services::{Database, shared};
+use crate::stage::Stage;
 
 /// 150 payloads of 1 MiB wait; a batch could take 100 of them, twice. The memory is what the configuration says.
 #[tokio::test(flavor = "multi_thread")]
 async fn large_payloads_are_read_up_to_the_byte_budget() {
-    let _shared = shared().await;
-    let database = Database::create("LB_POSTGRES_URL").await;
-    let client = database.connect().await;
-    let destinations = [Destination::redis()];
-    let setup = Setup::new(&database.url(), &destinations, "");
-    let setup = setup.with("name = \"test\"", "name = \"test\"\nmax_in_flight_bytes = \"8MiB\"");
-    setup.run(&["migrate"]);
+    let stage = Stage::with([Destination::redis()], |setup| {
+        setup.with("name = \"test\"", "name = \"test\"\nmax_in_flight_bytes = \"8MiB\"")
+    })
+    .await;
+    let Stage { client, destinations, setup, .. } = &stage;
     let publish = "select lanebridge.publish('order.x', repeat(md5(n::text), 32768), 'k' || n, id => 'e' || n)
                      from generate_series(1, 150) n";
     client.execute(publish, &[]).await.unwrap();
     let bridge = setup.start();
-    drained(&client, Duration::from_secs(60)).await;
+    drained(client, Duration::from_secs(60)).await;
     let peak = bridge.peak_mib();
     eprintln!("peak memory: {peak} MiB");
     assert!(peak < 160, "{peak} MiB at the peak");
     assert_eq!(destinations[0].read().await.len(), 150);
     assert!(bridge.terminate().await.success());
-    destinations[0].remove().await;
-    database.drop().await;
+    stage.end().await;
 }

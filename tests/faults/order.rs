@@ -7,6 +7,7 @@ use crate::consumers::Destination;
 use crate::drain::{deliveries_left, drained};
 use crate::proxy::Proxy;
 use crate::services::{Database, address, eventually, redis_address, shared};
+use crate::stage::Stage;
 
 const SOON: Duration = Duration::from_secs(20);
 
@@ -18,12 +19,8 @@ async fn ids(destination: &Destination) -> Vec<String> {
 /// the late event comes before later events of its own key.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_late_commit_is_found_and_keeps_its_place() {
-    let _shared = shared().await;
-    let database = Database::create("LB_POSTGRES_URL").await;
-    let client = database.connect().await;
-    let destinations = [Destination::redis()];
-    let setup = Setup::new(&database.url(), &destinations, "");
-    setup.run(&["migrate"]);
+    let stage = Stage::new([Destination::redis()]).await;
+    let Stage { database, client, destinations, setup, .. } = &stage;
     let bridge = setup.start();
 
     let mut late = database.connect().await;
@@ -33,29 +30,24 @@ async fn a_late_commit_is_found_and_keeps_its_place() {
         .batch_execute("select lanebridge.publish('order.x', 'p', 'other' || n, id => 'other-' || n) from generate_series(1, 300) n")
         .await
         .unwrap();
-    drained(&client, SOON).await;
+    drained(client, SOON).await;
     open.commit().await.unwrap();
     client.batch_execute("select lanebridge.publish('order.x', 'p', 'k', id => 'after')").await.unwrap();
-    drained(&client, SOON).await;
+    drained(client, SOON).await;
 
     let ids = ids(&destinations[0]).await;
     assert_eq!(ids.len(), 302);
     let place = |id: &str| ids.iter().position(|other| other == id).unwrap();
     assert!(place("late") < place("after"), "{ids:?}");
     assert!(bridge.terminate().await.success());
-    destinations[0].remove().await;
-    database.drop().await;
+    stage.end().await;
 }
 
 /// H7: a transaction that stays open anywhere stalls nothing.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_open_transaction_elsewhere_stalls_nothing() {
-    let _shared = shared().await;
-    let database = Database::create("LB_POSTGRES_URL").await;
-    let client = database.connect().await;
-    let destinations = [Destination::redis()];
-    let setup = Setup::new(&database.url(), &destinations, "");
-    setup.run(&["migrate"]);
+    let stage = Stage::new([Destination::redis()]).await;
+    let Stage { database, client, destinations, setup, .. } = &stage;
     let mut other = database.connect().await;
     let open = other.transaction().await.unwrap();
     open.batch_execute("create table elsewhere (a int); insert into elsewhere values (1)").await.unwrap();
@@ -63,24 +55,19 @@ async fn an_open_transaction_elsewhere_stalls_nothing() {
     for n in 0..5 {
         let publish = format!("select lanebridge.publish('order.x', 'p', 'k', id => 'e{n}')");
         client.batch_execute(&publish).await.unwrap();
-        drained(&client, SOON).await;
+        drained(client, SOON).await;
     }
     open.rollback().await.unwrap();
     assert_eq!(ids(&destinations[0]).await, ["e0", "e1", "e2", "e3", "e4"]);
     assert!(bridge.terminate().await.success());
-    destinations[0].remove().await;
-    database.drop().await;
+    stage.end().await;
 }
 
 /// H90: a delayed delivery delays its key, and nobody else; then all come in order.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_delayed_delivery_delays_its_key_only() {
-    let _shared = shared().await;
-    let database = Database::create("LB_POSTGRES_URL").await;
-    let client = database.connect().await;
-    let destinations = [Destination::redis()];
-    let setup = Setup::new(&database.url(), &destinations, "");
-    setup.run(&["migrate"]);
+    let stage = Stage::new([Destination::redis()]).await;
+    let Stage { client, destinations, setup, .. } = &stage;
     client
         .batch_execute(
             "select lanebridge.publish('order.x', 'p', 'k', id => 'k1', deliver_at => clock_timestamp() + interval '2 s');
@@ -90,24 +77,19 @@ async fn a_delayed_delivery_delays_its_key_only() {
         .await
         .unwrap();
     let bridge = setup.start();
-    eventually("the other key is delivered", SOON, || async { deliveries_left(&client).await == 2 }).await;
-    drained(&client, SOON).await;
+    eventually("the other key is delivered", SOON, || async { deliveries_left(client).await == 2 }).await;
+    drained(client, SOON).await;
     assert_eq!(ids(&destinations[0]).await, ["j1", "k1", "k2"]);
     assert!(bridge.terminate().await.success());
-    destinations[0].remove().await;
-    database.drop().await;
+    stage.end().await;
 }
 
 /// H87, H88, I7: a delivery that can never go is buried and holds back its key only; requeued after the cause is gone,
 /// it comes first and its followers after it.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_dead_delivery_blocks_its_key_until_it_is_requeued() {
-    let _shared = shared().await;
-    let database = Database::create("LB_POSTGRES_URL").await;
-    let client = database.connect().await;
-    let destinations = [Destination::nats().await];
-    let setup = Setup::new(&database.url(), &destinations, "");
-    setup.run(&["migrate"]);
+    let stage = Stage::new([Destination::nats().await]).await;
+    let Stage { client, destinations, setup, .. } = &stage;
     client
         .batch_execute(
             "select lanebridge.publish('order.x', repeat('x', 1048576), 'k', id => 'poison');
@@ -119,10 +101,8 @@ async fn a_dead_delivery_blocks_its_key_until_it_is_requeued() {
     let bridge = setup.start();
     let dead =
         || async { client.query_one("select count(*) from lanebridge.dead", &[]).await.unwrap().get::<_, i64>(0) };
-    eventually("the oversized one is dead", SOON, || async {
-        dead().await == 1 && deliveries_left(&client).await == 1
-    })
-    .await;
+    eventually("the oversized one is dead", SOON, || async { dead().await == 1 && deliveries_left(client).await == 1 })
+        .await;
     assert_eq!(ids(&destinations[0]).await, ["j1"], "the follower waits");
 
     // The cause goes away: the payload is cut by hand, as no operator should, but as one would.
@@ -130,12 +110,11 @@ async fn a_dead_delivery_blocks_its_key_until_it_is_requeued() {
     let seq: i64 = client.query_one("select seq from lanebridge.dead", &[]).await.unwrap().get(0);
     let out = setup.run(&["deliveries", "requeue", "to-nats", &seq.to_string(), "--yes"]);
     assert!(out.contains('1'), "{out}");
-    drained(&client, SOON).await;
+    drained(client, SOON).await;
     assert_eq!(ids(&destinations[0]).await, ["j1", "poison", "k2"]);
     assert_eq!(dead().await, 0);
     assert!(bridge.terminate().await.success());
-    destinations[0].remove().await;
-    database.drop().await;
+    stage.end().await;
 }
 
 /// R1: what an operator took away while it waited in the bridge's memory is not sent: each delivery is seen again by an
@@ -169,18 +148,16 @@ async fn a_cancelled_delivery_is_never_sent() {
 /// However much is due at once, it flows: promotion looks again at once, and shares its limit among the lanes.
 #[tokio::test(flavor = "multi_thread")]
 async fn thousands_that_are_due_at_once_do_not_wait_for_polls() {
-    let _shared = shared().await;
-    let database = Database::create("LB_POSTGRES_URL").await;
-    let client = database.connect().await;
-    let destinations = [Destination::redis()];
-    let setup = Setup::new(&database.url(), &destinations, "").with("\"50ms\"", "\"5s\"").with("\"1s\"\n", "\"60s\"\n");
-    setup.run(&["migrate"]);
+    let stage =
+        Stage::with([Destination::redis()], |setup| setup.with("\"50ms\"", "\"5s\"").with("\"1s\"\n", "\"60s\"\n"))
+            .await;
+    let Stage { client, destinations, setup, .. } = &stage;
     let publish = "select lanebridge.publish('order.x', 'p', 'k' || n % 2000, id => 'e' || n,
                           deliver_at => clock_timestamp() + interval '1 s') from generate_series(1, 10000) n";
     client.batch_execute(publish).await.unwrap();
     client.batch_execute("update lanebridge.deliveries set due_at = clock_timestamp()").await.unwrap();
     let bridge = setup.start();
-    drained(&client, Duration::from_secs(15)).await;
+    drained(client, Duration::from_secs(15)).await;
     let received = destinations[0].read().await;
     assert_eq!(received.len(), 10_000);
     let mut last = std::collections::HashMap::new();
@@ -189,6 +166,5 @@ async fn thousands_that_are_due_at_once_do_not_wait_for_polls() {
         assert!(before < event.seq, "{before} before {}", event.seq);
     }
     assert!(bridge.terminate().await.success());
-    destinations[0].remove().await;
-    database.drop().await;
+    stage.end().await;
 }

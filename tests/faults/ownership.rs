@@ -8,18 +8,15 @@ use crate::consumers::Destination;
 use crate::drain::drained;
 use crate::proxy::Proxy;
 use crate::services::{Database, address, eventually, redis_address, shared};
+use crate::stage::Stage;
 
 const SOON: Duration = Duration::from_secs(20);
 
 /// D5, H47: the standby takes over when the owner is killed, and the old epoch is fenced.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_standby_takes_over_from_a_killed_owner() {
-    let _shared = shared().await;
-    let database = Database::create("LB_POSTGRES_URL").await;
-    let client = database.connect().await;
-    let destinations = [Destination::redis()];
-    let setup = Setup::new(&database.url(), &destinations, "");
-    setup.run(&["migrate"]);
+    let stage = Stage::new([Destination::redis()]).await;
+    let Stage { client, destinations: _, setup, .. } = &stage;
     let first = setup.start();
     let owned = || async {
         let sql = "select count(*), count(distinct epoch), coalesce(max(epoch), 0) from lanebridge.lanes where epoch is not null";
@@ -52,13 +49,12 @@ async fn a_standby_takes_over_from_a_killed_owner() {
         }
     }
     client.batch_execute("select lanebridge.publish('order.x', 'p', 'k', id => 'e')").await.unwrap();
-    drained(&client, SOON).await;
+    drained(client, SOON).await;
     assert!(second.terminate().await.success(), "{}", setup.log());
     let left: i64 =
         client.query_one("select count(*) from lanebridge.lanes where epoch is not null", &[]).await.unwrap().get(0);
     assert_eq!(left, 0, "a drained bridge leaves no owner behind");
-    destinations[0].remove().await;
-    database.drop().await;
+    stage.end().await;
 }
 
 /// H53: a fence that a takeover can pass between check and write is no fence. The takeover waits for who is inside,
@@ -158,14 +154,13 @@ async fn exit_statuses_tell_what_happened() {
 /// wake_up = "notify": an event is there long before the next poll.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_notification_wakes_the_poll() {
-    let _shared = shared().await;
-    let database = Database::create("LB_POSTGRES_URL").await;
-    let client = database.connect().await;
-    let destinations = [Destination::redis()];
-    let setup = Setup::new(&database.url(), &destinations, "")
-        .with("poll_interval = \"50ms\"", "poll_interval = \"60s\"\nwake_up = \"notify\"");
-    let setup = setup.with("sweep_interval = \"1s\"", "sweep_interval = \"60s\"");
-    setup.run(&["migrate"]);
+    let stage = Stage::with([Destination::redis()], |setup| {
+        setup
+            .with("poll_interval = \"50ms\"", "poll_interval = \"60s\"\nwake_up = \"notify\"")
+            .with("sweep_interval = \"1s\"", "sweep_interval = \"60s\"")
+    })
+    .await;
+    let Stage { client, setup, .. } = &stage;
     let bridge = setup.start();
     eventually("it listens", SOON, || async {
         let sql = "select count(*) from pg_stat_activity where datname = current_database() and query ilike 'listen%'";
@@ -174,11 +169,10 @@ async fn a_notification_wakes_the_poll() {
     .await;
     for n in 0..20 {
         client.batch_execute(&format!("select lanebridge.publish('order.x', 'p', 'k', id => 'e{n}')")).await.unwrap();
-        drained(&client, Duration::from_secs(5)).await;
+        drained(client, Duration::from_secs(5)).await;
     }
     assert!(bridge.terminate().await.success());
-    destinations[0].remove().await;
-    database.drop().await;
+    stage.end().await;
 }
 
 /// H48: behind PgBouncer in transaction mode the bridge refuses to start and names the fix; the fix works.

@@ -8,9 +8,10 @@ use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::message::Message;
 use rdkafka::{Offset, TopicPartitionList};
 
-use crate::bridge::{Setup, kafka_brokers};
+use crate::bridge::kafka_brokers;
 use crate::consumers::Destination;
-use crate::services::{Database, shared, unique};
+use crate::services::unique;
+use crate::stage::Stage;
 
 /// Key and partition of 12, computed by the Java client.
 fn vectors() -> HashMap<Vec<u8>, i32> {
@@ -28,13 +29,9 @@ fn vectors() -> HashMap<Vec<u8>, i32> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn kafka_partitions_are_those_of_the_java_client() {
-    let _shared = shared().await;
     let vectors = vectors();
-    let database = Database::create("LB_POSTGRES_URL").await;
-    let client = database.connect().await;
-    let destinations = [Destination::kafka(12).await];
-    let setup = Setup::new(&database.url(), &destinations, "");
-    setup.run(&["migrate"]);
+    let stage = Stage::new([Destination::kafka(12).await]).await;
+    let Stage { client, destinations, setup, .. } = &stage;
     for key in vectors.keys() {
         let key = String::from_utf8(key.clone()).unwrap();
         client.execute("select lanebridge.publish('order.x', 'p', $1)", &[&key]).await.unwrap();
@@ -61,6 +58,5 @@ async fn kafka_partitions_are_those_of_the_java_client() {
         found
     });
     assert_eq!(found.await.unwrap(), vectors);
-    destinations[0].remove().await;
-    database.drop().await;
+    stage.end().await;
 }
