@@ -11,13 +11,13 @@ use serde_json::json;
 use tokio::sync::{Notify, mpsc};
 use tokio_util::sync::CancellationToken;
 
-use crate::config::{Config, Handler, OnDead, Order, WakeUp};
+use crate::config::{Config, Handler, OnDead, Order, SourceKind, WakeUp};
 use crate::db::{self, Client, Connector, Names, Session};
-use crate::dispatch::{self, Ended, Links, Outlet, Rules, Settings};
+use crate::dispatch::{self, Ended, Hints, Links, Outlet, Rules, Settings};
 use crate::error::{Class, Error, Result};
 use crate::lanes::{self, Identity};
 use crate::sinks::{KeyWindow, Route, Severity, Sink};
-use crate::sources;
+use crate::sources::{self, Feed, wal};
 
 /// Ownership news that dispatch has not read yet; more makes the lock session wait, not lose.
 const NEWS: usize = 64;
@@ -63,7 +63,11 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
     let (tell, news) = mpsc::channel(NEWS);
     let wake = Arc::new(Notify::new());
     let release = CancellationToken::new();
-    let identity = Identity { name: config.bridge.name.clone(), instance: uuid::Uuid::new_v4().to_string() };
+    let touched = Arc::new(Notify::new());
+    let cache = usize::try_from(config.wal.cache_bytes).unwrap_or(usize::MAX);
+    let feed = Arc::new(Feed::new(handler_ids.values().copied(), cache, Arc::clone(&touched)));
+    let instance = uuid::Uuid::new_v4().to_string();
+    let identity = Identity { name: config.bridge.name.clone(), instance: instance.clone() };
     tracing::info!(bridge = %identity.name, instance = %identity.instance, version = env!("CARGO_PKG_VERSION"),
         handlers = outlets.len(), "bridge starts");
     let holder = lanes::hold(connector.clone(), names.clone(), identity, tell, release.clone());
@@ -73,6 +77,22 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
     let janitor =
         tokio::spawn(crate::janitor::run(connector.clone(), names.clone(), config.retention.clone(), release.clone()));
 
+    let stream = match config.bridge.source {
+        SourceKind::Poll => None,
+        kind => Some(wal::start(
+            wal::Setup {
+                connector: connector.clone(),
+                names: names.clone(),
+                settings: config.wal.clone(),
+                kind,
+                instance,
+                feed: Arc::clone(&feed),
+            },
+            release.clone(),
+        )?),
+    };
+    let hints = Hints { wake, feed, touched };
+
     let settings = Settings {
         poll_interval: config.bridge.poll_interval,
         sweep_interval: config.bridge.sweep_interval,
@@ -80,7 +100,7 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
         once: options.once,
     };
     let links = Links::new(connector.clone(), names.clone());
-    let dispatch = dispatch::run(outlets, links, settings, news, wake, stop);
+    let dispatch = dispatch::run(outlets, links, settings, news, hints, stop);
     // The holder ends by itself only on a failure that no retry ends.
     let ended = tokio::select! {
         ended = dispatch => ended,
@@ -96,6 +116,9 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
         && let Ok(Err(error)) = holder.await
     {
         tracing::warn!(error = %error.report(), "releasing the lanes failed; the server releases them with the session");
+    }
+    if let Some(stream) = stream {
+        stream.await;
     }
     for task in [Some(janitor), listener].into_iter().flatten() {
         if let Err(error) = task.await {

@@ -33,7 +33,7 @@ const CONFINED: [(&str, &[&str]); 6] = [
     ("redis::", &["src/sinks/redis"]),
     ("clap::", &["src/cli", "src/main.rs"]),
     ("tokio_postgres_rustls", &["src/db"]),
-    ("pgwire_replication", &["src/sources/wal.rs"]),
+    ("postgres_protocol", &["src/db"]),
 ];
 
 fn sources(folder: &Path, into: &mut Vec<PathBuf>) {

@@ -23,7 +23,20 @@ pub(super) struct Lanes {
     json: bool,
 }
 
-const BRIDGES: [&str; 7] = ["bridge", "instance", "epoch", "version", "lanes", "alive", "up_seconds"];
+const BRIDGES: [&str; 10] = [
+    "bridge",
+    "instance",
+    "epoch",
+    "version",
+    "lanes",
+    "alive",
+    "up_seconds",
+    "source",
+    "source_seconds",
+    "source_note",
+];
+/// Columns of people's table; the note is a sentence, and comes below.
+const SHOWN: usize = BRIDGES.len() - 1;
 const HANDLERS: [&str; 8] =
     ["handler", "sink", "destination", "pending", "scheduled", "retrying", "dead", "lag_seconds"];
 
@@ -40,6 +53,9 @@ impl Status {
                 cell::<i64>(&row, 4)?.into(),
                 cell::<bool>(&row, 5)?.into(),
                 cell::<i64>(&row, 6)?.into(),
+                cell::<String>(&row, 7)?.into(),
+                cell::<i64>(&row, 8)?.into(),
+                cell::<Option<String>>(&row, 9)?.into(),
             ]);
         }
         let mut handlers = Vec::new();
@@ -70,7 +86,10 @@ impl Status {
         if bridges.is_empty() {
             print("no bridge is running\n")?;
         } else {
-            table(&BRIDGES, bridges, false)?;
+            let notes: Vec<String> = bridges.iter().filter_map(|bridge| note(bridge)).collect();
+            bridges.iter_mut().for_each(|bridge| bridge.truncate(SHOWN));
+            table(&BRIDGES[..SHOWN], bridges, false)?;
+            print(&notes.concat())?;
         }
         print("\n")?;
         table(&HANDLERS, handlers, false)?;
@@ -109,6 +128,12 @@ impl Lanes {
         }
         table(&["lanes", "owner", "epoch", "held_seconds"], rows, self.json)
     }
+}
+
+/// Why a bridge does without the write-ahead log, as a line.
+fn note(bridge: &[Value]) -> Option<String> {
+    let (name, note) = (bridge.first()?.as_str()?, bridge.last()?.as_str()?);
+    Some(format!("{name} polls: {note}\n"))
 }
 
 /// A number, or a text with a plus at the limit.

@@ -59,6 +59,17 @@ fn write(config: &Config, out: &mut String) -> fmt::Result {
     line(out, "max_in_flight_bytes", &show_size(bridge.max_in_flight_bytes))?;
     line(out, "ce_source", &bridge.ce_source)?;
 
+    let wal = &config.wal;
+    writeln!(out, "\n[wal]")?;
+    line(out, "cache_bytes", &show_size(wal.cache_bytes))?;
+    line(out, "max_transaction", &show_size(wal.max_transaction))?;
+    line(out, "max_retained", &show_size(wal.max_retained))?;
+    line(out, "max_spill", &show_size(wal.max_spill))?;
+    line(out, "max_behind", &show_duration(wal.max_behind))?;
+    line(out, "canary_interval", &show_duration(wal.canary_interval))?;
+    line(out, "slot_timeout", &show_duration(wal.slot_timeout))?;
+    line(out, "sender_timeout", &show_duration(wal.sender_timeout))?;
+
     writeln!(out, "\n[http]")?;
     line(out, "listen", &config.http.listen.map(|address| address.to_string()).unwrap_or_default())?;
 

@@ -63,6 +63,7 @@ fn read_sections<'a>(report: &'a Report<'a>, document: &'a DeTable<'a>, nothing:
     };
     let postgres = sections::postgres(section(&mut root, "postgres"));
     let bridge = sections::bridge(section(&mut root, "bridge"), &postgres.schema, postgres.max_payload_bytes);
+    let wal = sections::wal(section(&mut root, "wal"));
     let http = sections::http(section(&mut root, "http"));
     let retention = sections::retention(section(&mut root, "retention"));
     let (sinks, kinds) = sinks::read(&mut root);
@@ -71,7 +72,7 @@ fn read_sections<'a>(report: &'a Report<'a>, document: &'a DeTable<'a>, nothing:
         report.warn_elsewhere("there is no [handlers.NAME]: events are stored, but nothing is delivered".to_owned());
     }
     root.finish();
-    Config { postgres, bridge, sinks, handlers, http, retention, warnings: Vec::new() }
+    Config { postgres, bridge, wal, sinks, handlers, http, retention, warnings: Vec::new() }
 }
 
 fn is_duplicate(error: &toml::de::Error) -> bool {

@@ -38,6 +38,7 @@ use crate::backoff::Retry;
 pub struct Config {
     pub postgres: Postgres,
     pub bridge: Bridge,
+    pub wal: Wal,
     /// By name; the name is what handlers, logs and metrics use.
     pub sinks: BTreeMap<String, Sink>,
     /// By name.
@@ -90,6 +91,27 @@ pub enum SourceKind {
     Auto,
     Wal,
     Poll,
+}
+
+/// `[wal]`: what the stream of the write-ahead log may cost.
+#[derive(Clone, Debug)]
+pub struct Wal {
+    /// Payload bytes kept until their deliveries are sent.
+    pub cache_bytes: u64,
+    /// Of a transaction with more payload bytes, only the lanes that it touched are remembered.
+    pub max_transaction: u64,
+    /// Log that the slot may keep, bytes, before it is dropped.
+    pub max_retained: u64,
+    /// Bytes that decoding may write to disk in one canary interval before the slot is dropped.
+    pub max_spill: u64,
+    /// How long nearly all lanes may be behind before the slot is dropped.
+    pub max_behind: Duration,
+    /// Between two canaries.
+    pub canary_interval: Duration,
+    /// Longest time to make a slot, which waits for open transactions.
+    pub slot_timeout: Duration,
+    /// After this silence of ours the server ends the stream, and with it the slot.
+    pub sender_timeout: Duration,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

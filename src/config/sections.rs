@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::pg_url::{PgUrl, SslMode};
 use super::section::{Section, Text};
 use super::units::{show_duration, show_size};
-use super::{Bridge, Http, Ownership, Postgres, Retention, Secret, SourceKind, WakeUp, validate};
+use super::{Bridge, Http, Ownership, Postgres, Retention, Secret, SourceKind, WakeUp, Wal, validate};
 
 const URL_VARIABLE: &str = "LANEBRIDGE_POSTGRES_URL";
 
@@ -27,6 +27,18 @@ const SWEEP_INTERVAL: Duration = Duration::from_secs(5);
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(20);
 /// Some 200,000 payloads of 300 bytes, or 64 of the largest.
 const MAX_IN_FLIGHT_BYTES: u64 = 64 << 20;
+
+/// Some 50,000 payloads of 300 bytes: more than is sent between a commit and the poll that it wakes.
+const WAL_CACHE_BYTES: u64 = 32 << 20;
+const WAL_MAX_TRANSACTION: u64 = 8 << 20;
+/// Four segments of log; nobody misses them on their disk.
+const WAL_MAX_RETAINED: u64 = 64 << 20;
+/// Four times what the server decodes in memory.
+const WAL_MAX_SPILL: u64 = 256 << 20;
+const WAL_MAX_BEHIND: Duration = Duration::from_secs(30);
+const WAL_CANARY_INTERVAL: Duration = Duration::from_secs(5);
+const WAL_SLOT_TIMEOUT: Duration = Duration::from_secs(30);
+const WAL_SENDER_TIMEOUT: Duration = Duration::from_secs(10);
 
 const HTTP_LISTEN: &str = "127.0.0.1:9464";
 
@@ -122,9 +134,6 @@ pub(super) fn bridge(mut section: Section<'_>, schema: &str, max_payload_bytes: 
     let name = checked(&mut section, "name", &host_name, validate::bridge_name);
     let source =
         section.choice("source", &[("auto", SourceKind::Auto), ("wal", SourceKind::Wal), ("poll", SourceKind::Poll)]);
-    if source == Some(SourceKind::Wal) {
-        section.problem(section.at_key("source"), "source", "\"wal\" is not built yet; hint: \"auto\" or \"poll\"");
-    }
     let wake_up =
         section.choice("wake_up", &[("auto", WakeUp::Auto), ("notify", WakeUp::Notify), ("poll", WakeUp::Poll)]);
     let ownership = section.choice("ownership", &[("advisory", Ownership::Advisory), ("lease", Ownership::Lease)]);
@@ -169,6 +178,22 @@ pub(super) fn bridge(mut section: Section<'_>, schema: &str, max_payload_bytes: 
         max_in_flight_bytes,
         ce_source,
     }
+}
+
+pub(super) fn wal(mut section: Section<'_>) -> Wal {
+    let mib = |n: u64| n << 20;
+    let wal = Wal {
+        cache_bytes: section.bytes("cache_bytes", mib(1)..=mib(64 << 10)).unwrap_or(WAL_CACHE_BYTES),
+        max_transaction: section.bytes("max_transaction", mib(1)..=mib(1 << 10)).unwrap_or(WAL_MAX_TRANSACTION),
+        max_retained: section.bytes("max_retained", mib(16)..=mib(1 << 20)).unwrap_or(WAL_MAX_RETAINED),
+        max_spill: section.bytes("max_spill", mib(1)..=mib(1 << 20)).unwrap_or(WAL_MAX_SPILL),
+        max_behind: section.duration("max_behind", SECOND..=HOUR).unwrap_or(WAL_MAX_BEHIND),
+        canary_interval: section.duration("canary_interval", 100 * MS..=60 * SECOND).unwrap_or(WAL_CANARY_INTERVAL),
+        slot_timeout: section.duration("slot_timeout", 100 * MS..=HOUR).unwrap_or(WAL_SLOT_TIMEOUT),
+        sender_timeout: section.duration("sender_timeout", 3 * SECOND..=HOUR).unwrap_or(WAL_SENDER_TIMEOUT),
+    };
+    section.finish();
+    wal
 }
 
 pub(super) fn http(mut section: Section<'_>) -> Http {
@@ -263,6 +288,14 @@ mod tests {
             ("bridge", "sweep_interval", ["1s", "1h"], ["999ms", "61m"]),
             ("bridge", "shutdown_timeout", ["1s", "1h"], ["999ms", "61m"]),
             ("bridge", "max_in_flight_bytes", ["1MiB", "64GiB"], ["1023KiB", "65GiB"]),
+            ("wal", "cache_bytes", ["1MiB", "64GiB"], ["1023KiB", "65GiB"]),
+            ("wal", "max_transaction", ["1MiB", "1GiB"], ["1023KiB", "1025MiB"]),
+            ("wal", "max_retained", ["16MiB", "1024GiB"], ["15MiB", "1025GiB"]),
+            ("wal", "max_spill", ["1MiB", "1024GiB"], ["1023KiB", "1025GiB"]),
+            ("wal", "max_behind", ["1s", "1h"], ["999ms", "61m"]),
+            ("wal", "canary_interval", ["100ms", "60s"], ["99ms", "61s"]),
+            ("wal", "slot_timeout", ["100ms", "1h"], ["99ms", "61m"]),
+            ("wal", "sender_timeout", ["3s", "1h"], ["2s", "61m"]),
             ("retention", "events", ["1d", "36500d"], ["23h", "36501d"]),
             ("retention", "dead", ["1h", "36500d"], ["59m", "36501d"]),
         ] {
@@ -329,11 +362,10 @@ mod tests {
     #[test]
     fn what_is_not_built_yet_is_refused_rather_than_ignored() {
         each_is_refused(&[
-            ("[bridge]\nsource = \"wal\"", "lanebridge.toml:4:10: bridge.source: \"wal\" is not built yet"),
             ("[bridge]\nownership = \"lease\"", "bridge.ownership: \"lease\" is not built yet"),
             ("[retention]\nhistory = true", "retention.history: true is not built yet"),
         ]);
-        good("[bridge]\nsource = \"auto\"\nownership = \"advisory\"\n[retention]\nhistory = false");
+        good("[bridge]\nsource = \"wal\"\nownership = \"advisory\"\n[retention]\nhistory = false");
     }
 
     #[test]

@@ -6,6 +6,7 @@
 //!
 //! It never retries: the caller knows whether a retry makes sense, by the error's class.
 
+use std::future::Future;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,6 +18,7 @@ use tokio_postgres_rustls::MakeRustlsConnect;
 
 use super::client::Client;
 use super::failure::failure;
+use super::replication::{Login, Replication};
 use super::session::{Session, check_server, sessions_are_shared, settings, settings_sql};
 use super::tls::{Progress, Step, Watched, client_config};
 use crate::config::pg_url::{PgUrl, SslMode};
@@ -99,14 +101,40 @@ impl Connector {
     /// # Errors
     /// Names host, port and step. Of several hosts, the first failure that a person must end, else the last one.
     pub async fn connect(&self, purpose: &str, session: Session) -> Result<Client> {
+        self.first(|address, password| self.connect_address(address, purpose, session, password)).await
+    }
+
+    /// A replication connection to the primary, by the same way and with the same checks as [`Self::connect`].
+    /// `settings` are given at its start, as they are written in `postgresql.conf`.
+    ///
+    /// # Errors
+    /// As [`Self::connect`].
+    pub(crate) async fn replicate(&self, purpose: &str, settings: &[(&str, String)]) -> Result<Replication> {
+        self.first(|address, password| self.replicate_from(address, purpose, settings, password)).await
+    }
+
+    /// The first address of the URL at which `attempt` succeeds.
+    async fn first<T, F>(&self, attempt: impl Fn(Address, Option<Secret>) -> F) -> Result<T>
+    where
+        F: Future<Output = Result<T>>,
+    {
         let target = self.target();
         let password = self.password(target).await?;
         let mut last = Error::config("connect to Postgres: the URL names no host");
         for (host, port) in &target.hosts {
-            match self.connect_host(host, *port, purpose, session, password.as_ref()).await {
-                Ok(client) => return Ok(client),
-                Err(error) if error.class() == Class::Transient => last = error,
-                Err(error) => return Err(error),
+            let addresses = match self.resolve(host, *port).await {
+                Ok(addresses) => addresses,
+                Err(error) => {
+                    last = error;
+                    continue;
+                }
+            };
+            for ip in addresses {
+                match attempt(Address { host: host.clone(), ip, port: *port }, password.clone()).await {
+                    Ok(opened) => return Ok(opened),
+                    Err(error) if error.class() == Class::Transient => last = error,
+                    Err(error) => return Err(error),
+                }
             }
         }
         Err(last)
@@ -122,51 +150,79 @@ impl Connector {
         Ok(Some(Secret::new(line.strip_suffix('\r').unwrap_or(line))))
     }
 
-    async fn connect_host(
-        &self,
-        host: &str,
-        port: u16,
-        purpose: &str,
-        session: Session,
-        password: Option<&Secret>,
-    ) -> Result<Client> {
+    /// `[None]` for a socket.
+    async fn resolve(&self, host: &str, port: u16) -> Result<Vec<Option<IpAddr>>> {
         if host.starts_with('/') {
-            return self.connect_address(host, None, port, purpose, session, password).await;
+            return Ok(vec![None]);
         }
-        let resolve = || format!("resolve \"{host}\"");
-        let addresses = match timeout_at(Instant::now() + self.shared.connect_timeout, lookup_host((host, port))).await
-        {
-            Ok(Ok(addresses)) => addresses,
-            Ok(Err(source)) => return Err(Error::transient(resolve()).source_is(source)),
-            Err(_) => return Err(self.out_of_time(resolve())),
-        };
-        let mut last = Error::transient(format!("{}: no address", resolve()));
-        for address in addresses {
-            match self.connect_address(host, Some(address.ip()), port, purpose, session, password).await {
-                Ok(client) => return Ok(client),
-                Err(error) if error.class() == Class::Transient => last = error,
-                Err(error) => return Err(error),
+        let what = || format!("resolve \"{host}\"");
+        match timeout_at(Instant::now() + self.shared.connect_timeout, lookup_host((host, port))).await {
+            Ok(Ok(addresses)) => {
+                let addresses: Vec<_> = addresses.map(|address| Some(address.ip())).collect();
+                match addresses.is_empty() {
+                    true => Err(Error::transient(format!("{}: no address", what()))),
+                    false => Ok(addresses),
+                }
             }
+            Ok(Err(source)) => Err(Error::transient(what()).source_is(source)),
+            Err(_) => Err(self.out_of_time(what())),
         }
-        Err(last)
+    }
+
+    async fn replicate_from(
+        &self,
+        address: Address,
+        purpose: &str,
+        settings: &[(&str, String)],
+        password: Option<Secret>,
+    ) -> Result<Replication> {
+        let target = self.target();
+        let mode = address.sslmode(target);
+        let progress = Progress::default();
+        let tls = Watched {
+            inner: MakeRustlsConnect::new(client_config(mode, target.sslrootcert.as_deref())?),
+            encrypted: mode != SslMode::Disable,
+            progress: progress.clone(),
+        };
+        let alive = &target.keepalives;
+        let login = Login {
+            server: address.server(),
+            user: &target.user,
+            dbname: &target.dbname,
+            password: password.as_ref(),
+            application_name: application_name(&self.shared.bridge, purpose),
+            options: target.options.as_deref(),
+            settings,
+            keepalive: alive.enabled.unwrap_or(true).then(|| {
+                socket2::TcpKeepalive::new()
+                    .with_time(alive.idle.unwrap_or(KEEPALIVE_IDLE))
+                    .with_interval(alive.interval.unwrap_or(KEEPALIVE_INTERVAL))
+                    .with_retries(alive.count.unwrap_or(KEEPALIVE_RETRIES))
+            }),
+            user_timeout: alive.user_timeout.unwrap_or(TCP_USER_TIMEOUT),
+        };
+        let has_password = password.is_some();
+        let end = Instant::now() + self.shared.connect_timeout;
+        match timeout_at(end, Replication::open(&address, &login, tls)).await {
+            Ok(Ok(opened)) => Ok(opened),
+            Ok(Err(error)) => Err(hinted(progress.step(), error, has_password)),
+            Err(_) => Err(self.out_of_time(step(&progress, &login.server, &target.user))),
+        }
     }
 
     async fn connect_address(
         &self,
-        host: &str,
-        address: Option<IpAddr>,
-        port: u16,
+        address: Address,
         purpose: &str,
         session: Session,
-        password: Option<&Secret>,
+        password: Option<Secret>,
     ) -> Result<Client> {
         let target = self.target();
-        let server = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
-        // A socket never leaves the machine; Postgres offers no TLS there.
-        let mode = if address.is_none() { SslMode::Disable } else { target.sslmode };
+        let server = address.server();
+        let mode = address.sslmode(target);
 
         let mut config = tokio_postgres::Config::new();
-        config.user(&target.user).dbname(&target.dbname).host(host).port(port);
+        config.user(&target.user).dbname(&target.dbname).host(&address.host).port(address.port);
         config.application_name(application_name(&self.shared.bridge, purpose));
         let alive = &target.keepalives;
         config.keepalives(alive.enabled.unwrap_or(true));
@@ -181,10 +237,10 @@ impl Connector {
             SslMode::Disable => tokio_postgres::config::SslMode::Disable,
             SslMode::VerifyCa | SslMode::VerifyFull => tokio_postgres::config::SslMode::Require,
         });
-        if let Some(address) = address {
-            config.hostaddr(address);
+        if let Some(ip) = address.ip {
+            config.hostaddr(ip);
         }
-        if let Some(password) = password {
+        if let Some(password) = &password {
             config.password(password.expose());
         }
 
@@ -194,16 +250,14 @@ impl Connector {
             encrypted: mode != SslMode::Disable,
             progress: progress.clone(),
         };
-        let step = |progress: &Progress| match progress.step() {
-            Step::Connect => format!("connect to {server}"),
-            Step::Tls => format!("agree on TLS with {server}"),
-            Step::Authenticate => format!("authenticate at {server} as \"{}\"", target.user),
-        };
         let end = Instant::now() + self.shared.connect_timeout;
         let (inner, connection) = match timeout_at(end, config.connect(tls)).await {
             Ok(Ok(opened)) => opened,
-            Ok(Err(error)) => return Err(explain(progress.step(), step(&progress), error, password.is_some())),
-            Err(_) => return Err(self.out_of_time(step(&progress))),
+            Ok(Err(error)) => {
+                let what = step(&progress, &server, &target.user);
+                return Err(explain(progress.step(), what, error, password.is_some()));
+            }
+            Err(_) => return Err(self.out_of_time(step(&progress, &server, &target.user))),
         };
         let settings = settings(session, self.shared.statement_timeout);
         let local = self.pooled.then(|| settings_sql("SET LOCAL", &settings));
@@ -249,6 +303,39 @@ impl Connector {
     }
 }
 
+/// One place to connect to.
+pub(super) struct Address {
+    pub(super) host: String,
+    /// `None`: `host` is the directory of a socket.
+    pub(super) ip: Option<IpAddr>,
+    pub(super) port: u16,
+}
+
+impl Address {
+    /// For messages.
+    fn server(&self) -> String {
+        if self.host.contains(':') {
+            format!("[{}]:{}", self.host, self.port)
+        } else {
+            format!("{}:{}", self.host, self.port)
+        }
+    }
+
+    /// A socket never leaves the machine; Postgres offers no TLS there.
+    fn sslmode(&self, target: &PgUrl) -> SslMode {
+        if self.ip.is_none() { SslMode::Disable } else { target.sslmode }
+    }
+}
+
+/// What was being done, for an error.
+fn step(progress: &Progress, server: &str, user: &str) -> String {
+    match progress.step() {
+        Step::Connect => format!("connect to {server}"),
+        Step::Tls => format!("agree on TLS with {server}"),
+        Step::Authenticate => format!("authenticate at {server} as \"{user}\""),
+    }
+}
+
 fn explain(step: Step, what: String, source: tokio_postgres::Error, has_password: bool) -> Error {
     let is_database_answer = source.as_db_error().is_some();
     // The client library's own refusals (no password to send, a method it does not speak) are no I/O.
@@ -260,14 +347,20 @@ fn explain(step: Step, what: String, source: tokio_postgres::Error, has_password
         _ => failure(what, source),
     };
     match (step, error.class()) {
+        (Step::Tls, Class::Failure) if !is_io => {
+            error.hint("set ssl = on in the server, or sslmode=disable where the network is trusted")
+        }
+        _ => hinted(step, error, has_password),
+    }
+}
+
+fn hinted(step: Step, error: Error, has_password: bool) -> Error {
+    match (step, error.class()) {
         (Step::Authenticate, Class::Config) if !has_password && super::sqlstate(&error) != Some("3D000") => {
             error.hint("no password is configured: put it into the URL or name a password_file")
         }
-        (Step::Tls, Class::Failure) if is_io => {
-            error.hint("sslrootcert must name the CA that signed the server's certificate, and the host its name")
-        }
         (Step::Tls, Class::Failure) => {
-            error.hint("set ssl = on in the server, or sslmode=disable where the network is trusted")
+            error.hint("sslrootcert must name the CA that signed the server's certificate, and the host its name")
         }
         _ => error,
     }

@@ -4,17 +4,20 @@
 /// taken after the snapshot, so that every row's commit lies before it. A held delivery (due_at) is not ordinary;
 /// those behind a held or, where the handler blocks, a dead one of their key stay hidden, so that a lower bound may
 /// pass them: whoever ends the hold reads again from there.
-/// $1 lanes, $2 handlers, $3 after, $4 limits, $5 ordered, $6 blocks; at least one row comes back.
+/// `owned`: the epoch is not fenced, so that what this read saw may be sent without another.
+/// $1 lanes, $2 handlers, $3 after, $4 limits, $5 ordered, $6 blocks, $7 epoch; at least one row comes back.
 pub(crate) const POLL: &str = "
-select s.ended_below, s.written, r.lane, r.handler, r.seq, r.key_hash, r.size_bytes, r.created_at, r.attempts
+select s.ended_below, s.written, s.owned, r.lane, r.handler, r.seq, r.key_hash, r.size_bytes, r.created_at, r.attempts,
+       r.generation
   from (select pg_snapshot_xmin(pg_current_snapshot())::text::bigint as ended_below,
-               (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint as written) s
+               (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint as written,
+               coalesce((select b.fenced_at is null from {schema}.{p}bridges b where b.epoch = $7), false) as owned) s
   left join lateral (
-    select p.lane, p.handler, d.seq, d.key_hash, d.size_bytes, d.created_at, d.attempts
+    select p.lane, p.handler, d.seq, d.key_hash, d.size_bytes, d.created_at, d.attempts, d.generation
       from unnest($1::smallint[], $2::integer[], $3::bigint[], $4::integer[], $5::boolean[], $6::boolean[])
            p(lane, handler, after, max, ordered, blocks)
       cross join lateral (
-        select d.seq, d.key_hash, d.size_bytes, d.created_at, d.attempts
+        select d.seq, d.key_hash, d.size_bytes, d.created_at, d.attempts, d.generation
           from {schema}.{p}deliveries d
          where d.lane = p.lane and d.handler = p.handler and d.seq > p.after and d.due_at is null
            and (not p.ordered or d.key_hash is null or (

@@ -36,17 +36,48 @@ pub fn sqlstate(error: &Error) -> Option<&str> {
 
 /// `what` was being done when Postgres, or the way to it, failed.
 pub(super) fn failure(what: String, source: tokio_postgres::Error) -> Error {
-    let base = match class(&source) {
+    if let Some(answer) = source.as_db_error() {
+        let (message, code) = (answer.message().to_owned(), answer.code().code().to_owned());
+        return answered(what, message, code, answer.hint().map(str::to_owned));
+    }
+    match class(&source) {
+        Class::Config => Error::config(what),
+        Class::Transient => Error::transient(what),
+        Class::Failure => Error::new(what),
+    }
+    .source_is(source)
+}
+
+/// `what` was being done when the server answered with an error on a connection of our own.
+pub(super) fn answered(what: String, message: String, code: String, hint: Option<String>) -> Error {
+    let base = match class_of_code(&code) {
         Class::Config => Error::config(what),
         Class::Transient => Error::transient(what),
         Class::Failure => Error::new(what),
     };
-    let Some(answer) = source.as_db_error() else { return base.source_is(source) };
-    let base = match answer.hint() {
+    let base = match hint {
         Some(hint) => base.hint(hint),
         None => base,
     };
-    base.source_is(Answer { message: answer.message().to_owned(), code: answer.code().code().to_owned() })
+    base.source_is(Answer { message, code })
+}
+
+/// The same for what the socket said.
+pub(super) fn broken(what: String, source: std::io::Error) -> Error {
+    match class_of_io(&source) {
+        Class::Failure => Error::new(what).source_is(source),
+        _ => Error::transient(what).source_is(source),
+    }
+}
+
+fn class_of_io(io: &std::io::Error) -> Class {
+    // A certificate that does not verify stays that way until a person acts; every other failure of the connection
+    // may pass.
+    let tls = io.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
+    match tls {
+        Some(rustls::Error::InvalidCertificate(_)) => Class::Failure,
+        _ => Class::Transient,
+    }
 }
 
 fn class(error: &tokio_postgres::Error) -> Class {
@@ -59,13 +90,7 @@ fn class(error: &tokio_postgres::Error) -> Class {
     let mut next = StdError::source(error);
     while let Some(source) = next {
         if let Some(io) = source.downcast_ref::<std::io::Error>() {
-            // A certificate that does not verify stays that way until a person acts; every other failure
-            // of the connection may pass.
-            let tls = io.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
-            return match tls {
-                Some(rustls::Error::InvalidCertificate(_)) => Class::Failure,
-                _ => Class::Transient,
-            };
+            return class_of_io(io);
         }
         next = source.source();
     }

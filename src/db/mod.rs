@@ -13,6 +13,7 @@ mod failure;
 mod migrate;
 mod names;
 pub(crate) mod operate;
+mod replication;
 mod session;
 mod tls;
 
@@ -21,6 +22,7 @@ pub use connect::Connector;
 pub use failure::sqlstate;
 pub use migrate::{MIGRATIONS, Migration, State, Status, migrate, print, require_current, status};
 pub use names::Names;
+pub(crate) use replication::{Frame, Replication};
 pub use session::Session;
 
 /// The server that `scripts/services up` starts, as a configuration.

@@ -24,6 +24,12 @@ impl Names {
         &self.prefix
     }
 
+    /// The publication of the events, unquoted; as migration 4 names it.
+    pub fn publication(&self) -> String {
+        let name = format!("{}_{}wal", self.schema, self.prefix);
+        name.chars().take(63).collect()
+    }
+
     /// The statement with its placeholders filled in; render once at start and keep the result.
     ///
     /// `{schema}` becomes the double-quoted schema and `{p}` the prefix, so that `{schema}.{p}events` reads

@@ -1,12 +1,16 @@
 //! Statements behind `status`, `deliveries` and `doctor`, one constant each, its rule above it. None scans a hot table
 //! without a limit; what would be counted beyond it is said to be more.
 
-/// Bridges that were not fenced, with their lanes. `alive`: its lock session is there.
+/// Bridges that were not fenced, with their lanes. `alive`: its lock session is there. `source`: what wakes it, since
+/// when, and why that is not the write-ahead log.
 pub(crate) const BRIDGES: &str = "
 select b.name, b.instance, b.epoch, b.version,
        (select count(*) from {schema}.{p}lanes l where l.epoch = b.epoch) as lanes,
        exists (select from pg_stat_activity a where a.pid = b.lock_pid) as alive,
-       extract(epoch from clock_timestamp() - b.started_at)::bigint as seconds
+       extract(epoch from clock_timestamp() - b.started_at)::bigint as seconds,
+       coalesce(b.source, 'poll') as source,
+       extract(epoch from clock_timestamp() - coalesce(b.source_since, b.started_at))::bigint as source_seconds,
+       b.source_note
   from {schema}.{p}bridges b where b.fenced_at is null order by b.epoch";
 
 /// Per handler, counts up to $1 each. `ordinary` are pending and blocked together; the lag is the age of the oldest

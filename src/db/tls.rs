@@ -135,7 +135,7 @@ impl Progress {
         }
     }
 
-    fn reach(&self, step: Step) {
+    pub(super) fn reach(&self, step: Step) {
         self.0.store(step as u8, Ordering::Relaxed);
     }
 }

@@ -5,6 +5,7 @@
 //! sink only through `Confirmer::confirm`. I5: every failure here ends in a later retry; nothing waits for ever,
 //! since every database and broker call has a deadline of its own.
 
+mod awaited;
 mod breaker;
 mod link;
 mod plan;
@@ -26,11 +27,11 @@ pub(crate) use plan::{Rules, Totals};
 
 use crate::completion::{FENCED, Missing, Outcomes};
 use crate::db;
-use crate::delivery::{Failure, Outcome};
+use crate::delivery::{Failure, Outcome, Parcel};
 use crate::error::{Class, Error, Result};
 use crate::lanes::Ownership;
 use crate::sinks::{BEHIND, Route, Sink};
-use crate::sources::{Ask, Page, Promoted, Verdict};
+use crate::sources::{Ask, Feed, Page, Promoted, Row, Verdict};
 use plan::{Answer, Batch, Plan};
 
 /// Wait after a failed database call before the next of its kind.
@@ -56,6 +57,15 @@ pub(crate) struct Settings {
     pub shutdown_timeout: Duration,
     /// Drain what is due, then end.
     pub once: bool,
+}
+
+/// What wakes the loop early; none of it decides anything.
+pub(crate) struct Hints {
+    /// Poll everything.
+    pub wake: Arc<Notify>,
+    /// The stream of the write-ahead log, rung by `touched`; silent where there is none.
+    pub feed: Arc<Feed>,
+    pub touched: Arc<Notify>,
 }
 
 /// How the loop ended.
@@ -91,7 +101,7 @@ pub(crate) async fn run(
     links: Links,
     settings: Settings,
     mut ownership: mpsc::Receiver<Ownership>,
-    wake: Arc<Notify>,
+    hints: Hints,
     stop: CancellationToken,
 ) -> Result<(Ended, Totals)> {
     let plan = Plan::new(outlets.iter().map(|outlet| outlet.rules.clone()).collect());
@@ -99,6 +109,7 @@ pub(crate) async fn run(
         plan,
         outlets: outlets.into_iter().map(|outlet| (outlet.rules.id, Arc::new(outlet))).collect(),
         links: Arc::new(links),
+        feed: hints.feed,
         tasks: JoinSet::new(),
         doing: HashMap::new(),
         polling: false,
@@ -137,7 +148,8 @@ pub(crate) async fn run(
         tokio::select! {
             Some(news) = ownership.recv() => run.ownership(news),
             Some(done) = run.tasks.join_next_with_id(), if !run.tasks.is_empty() => run.done(done)?,
-            () = wake.notified(), if !draining => run.woken = true,
+            () = hints.wake.notified(), if !draining => run.woken = true,
+            () = hints.touched.notified(), if !draining => run.touched(),
             _ = poll_tick.tick(), if !draining => run.woken = true,
             _ = sweep_tick.tick(), if !draining => {
                 run.plan.start_sweep();
@@ -160,6 +172,7 @@ struct Loop {
     plan: Plan,
     outlets: HashMap<i32, Arc<Outlet>>,
     links: Arc<Links>,
+    feed: Arc<Feed>,
     tasks: JoinSet<Done>,
     /// By task, what it does: a panic must not lose it.
     doing: HashMap<Id, Doing>,
@@ -194,20 +207,37 @@ impl Loop {
         let far = now + Duration::from_secs(1);
         let trial = self.plan.next_trial().filter(|trial| *trial > now).unwrap_or(far);
         let pause = self.pause_until.filter(|until| *until > now).unwrap_or(far);
-        trial.min(pause).min(far)
+        let look = self.plan.next_look().filter(|_| !self.polling).unwrap_or(far);
+        trial.min(pause).min(look.max(now)).min(far)
     }
 
     fn ownership(&mut self, news: Ownership) {
         match news {
             Ownership::Gained { epoch, lanes } => {
                 self.plan.gained(epoch, &lanes);
+                self.feed.all_foreign();
                 self.none_free = None;
                 self.woken = true;
             }
             Ownership::Mark { xid, last_seq } => self.plan.mark(xid, last_seq),
-            Ownership::Lost => self.plan.lost(),
+            Ownership::Lost => self.lost(),
             Ownership::NoneFree { owners } => self.none_free = Some(owners),
         }
+    }
+
+    fn lost(&mut self) {
+        self.plan.lost();
+        self.feed.all_foreign();
+    }
+
+    /// The stream has something to say.
+    fn touched(&mut self) {
+        let touched = self.feed.take();
+        if touched.all {
+            self.plan.start_sweep();
+            self.woken = true;
+        }
+        self.plan.touched(&touched.touches, Instant::now());
     }
 
     fn start_polling(&mut self, now: Instant) {
@@ -215,7 +245,7 @@ impl Loop {
             return;
         }
         let all = self.woken;
-        if !all && !self.plan.wants_more() {
+        if !all && !self.plan.wants_more(now) {
             return;
         }
         self.woken = false;
@@ -235,7 +265,7 @@ impl Loop {
     }
 
     fn read(&mut self, all: bool) {
-        let asks = self.plan.asks(all);
+        let asks = self.plan.asks(all, Instant::now());
         if asks.is_empty() {
             // Without a handler there is nothing to ask, and that is all.
             self.polling = false;
@@ -243,8 +273,9 @@ impl Loop {
             return;
         }
         let links = Arc::clone(&self.links);
+        let epoch = self.plan.epoch();
         self.spawn(Doing::Poll, async move {
-            let result = async { links.poller().await?.read(&asks).await }.await;
+            let result = async { links.poller().await?.read(epoch, &asks).await }.await;
             Done::Polled { asks, all, result: result.map(|page| (Vec::new(), page)) }
         });
     }
@@ -255,10 +286,10 @@ impl Loop {
         }
         while let Some(batch) = self.plan.next_batch(now) {
             let Some(outlet) = self.outlets.get(&batch.handler).map(Arc::clone) else { continue };
-            let links = Arc::clone(&self.links);
+            let (links, feed) = (Arc::clone(&self.links), Arc::clone(&self.feed));
             let doing = Doing::Send(batch.clone());
             self.spawn(doing, async move {
-                let answers = send(&outlet, &links, &batch).await;
+                let answers = send(&outlet, &links, &feed, &batch).await;
                 Done::Sent { batch, answers }
             });
         }
@@ -318,8 +349,12 @@ impl Loop {
                 match result {
                     Ok((_, page)) => {
                         let empty = page.rows.is_empty();
-                        self.plan.page(&asks, page);
-                        let complete = all && empty && self.plan.is_idle() && !self.plan.wants_more();
+                        let now = Instant::now();
+                        self.plan.page(&asks, page, now);
+                        for ask in &asks {
+                            self.feed.set_standing(ask.lane, ask.handler, self.plan.standing(ask.lane, ask.handler));
+                        }
+                        let complete = all && empty && self.plan.is_idle() && !self.plan.wants_more(now);
                         self.complete_rounds = if complete { self.complete_rounds + 1 } else { 0 };
                     }
                     Err(error) => {
@@ -362,7 +397,7 @@ impl Loop {
                     }
                     Err(error) if db::sqlstate(&error) == Some(FENCED) => {
                         tracing::warn!(epoch, "this epoch is fenced; its lanes belong to another bridge");
-                        self.plan.lost();
+                        self.lost();
                         self.plan.remember(outcomes.acked);
                     }
                     Err(error) => {
@@ -422,7 +457,7 @@ impl Loop {
     /// Waits a moment after what may pass; returns what cannot.
     fn database_trouble(&mut self, what: &str, error: Error) -> Result<()> {
         if db::sqlstate(&error) == Some(FENCED) {
-            self.plan.lost();
+            self.lost();
             return Ok(());
         }
         if error.class() != Class::Transient {
@@ -469,13 +504,9 @@ impl Loop {
 }
 
 /// Confirms rows and hands them to the sink; one answer per row, in order.
-async fn send(outlet: &Outlet, links: &Links, batch: &Batch) -> Vec<Answer> {
+async fn send(outlet: &Outlet, links: &Links, feed: &Feed, batch: &Batch) -> Vec<Answer> {
     let rows = &batch.rows;
-    let confirmed = async {
-        let confirmer = links.confirmer().await?;
-        confirmer.confirm(batch.epoch, rows, outlet.rules.ordered, outlet.rules.blocks).await
-    };
-    let verdicts = match confirmed.await {
+    let verdicts = match confirm(outlet, links, feed, batch).await {
         Ok(verdicts) => verdicts,
         Err(error) => {
             tracing::warn!(error = %error.report(), "confirming deliveries failed; trying again");
@@ -517,4 +548,28 @@ async fn send(outlet: &Outlet, links: &Links, batch: &Batch) -> Vec<Answer> {
             },
         })
         .collect()
+}
+
+/// A verdict per row, in order. A fresh read whose payload the stream brought needs no other: the poll saw the row (R1),
+/// and the log that holds it was flushed before the server sent it (R2).
+async fn confirm(outlet: &Outlet, links: &Links, feed: &Feed, batch: &Batch) -> Result<Vec<Verdict>> {
+    let now = Instant::now();
+    let streamed = batch.rows.iter().map(|row| {
+        let event = feed.event(row.id.seq, row.created_at).filter(|_| row.is_fresh(now))?;
+        Some(Parcel { id: row.id, event, generation: row.generation })
+    });
+    let streamed: Vec<Option<Parcel>> = streamed.collect();
+    let rest: Vec<Row> =
+        batch.rows.iter().zip(&streamed).filter(|(_, parcel)| parcel.is_none()).map(|(row, _)| *row).collect();
+    let mut confirmed = Vec::new().into_iter();
+    if !rest.is_empty() {
+        let confirmer = links.confirmer().await?;
+        let verdicts = confirmer.confirm(batch.epoch, &rest, outlet.rules.ordered, outlet.rules.blocks).await?;
+        confirmed = verdicts.into_iter();
+    }
+    let verdict = |parcel: Option<Parcel>| match parcel {
+        Some(parcel) => Some(Verdict::Send(parcel)),
+        None => confirmed.next(),
+    };
+    Ok(streamed.into_iter().filter_map(verdict).collect())
 }

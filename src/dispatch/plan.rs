@@ -7,13 +7,14 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::time::Instant;
 
+use super::awaited::Awaited;
 use super::breaker::{Breaker, Permit};
 use super::window::Window;
 use crate::backoff::Retry;
 use crate::completion::{Burial, Missing, Outcomes, Refusal};
 use crate::delivery::{DeliveryId, Failure, Outcome};
 use crate::sinks::{BEHIND, KeyWindow};
-use crate::sources::{Ask, Page, Promoted, Row};
+use crate::sources::{Ask, Page, Promoted, Row, Standing, Touch};
 
 /// Rows without payload that wait per lane and handler; about 100 bytes each.
 const QUEUE: usize = 128;
@@ -87,6 +88,13 @@ pub(crate) struct Totals {
     pub swept: u64,
 }
 
+/// How many rows this window may ask for.
+fn room(handler: &Handler, window: &Window) -> usize {
+    let most = if handler.breaker.is_open() { 1 } else { QUEUE };
+    // Half empty, so that a trickle of free places does not become a query each.
+    if window.queued() * 2 <= most { most - window.queued().min(most) } else { 0 }
+}
+
 #[derive(Debug)]
 pub(crate) struct Plan {
     epoch: i64,
@@ -95,6 +103,8 @@ pub(crate) struct Plan {
     /// Where the newest window's versions began.
     versions: u64,
     lanes: BTreeSet<i16>,
+    /// What the stream showed and no read has seen yet.
+    awaited: Awaited,
     /// (xid, last_seq) pairs whose transactions have not all ended yet, oldest first.
     marks: VecDeque<(i64, i64)>,
     settled: i64,
@@ -120,6 +130,7 @@ impl Plan {
             windows: HashMap::new(),
             versions: 0,
             lanes: BTreeSet::new(),
+            awaited: Awaited::default(),
             marks: VecDeque::new(),
             settled: 0,
             pending: Outcomes::default(),
@@ -162,6 +173,7 @@ impl Plan {
         self.pending = Outcomes::default();
         self.lanes.clear();
         self.windows.clear();
+        self.awaited.clear();
         self.marks.clear();
         self.settled = 0;
         for handler in self.handlers.values_mut() {
@@ -205,24 +217,51 @@ impl Plan {
         }
     }
 
+    /// The stream showed these; the next reads look for them.
+    pub(crate) fn touched(&mut self, touches: &[Touch], now: Instant) {
+        for touch in touches {
+            if let Some(window) = self.windows.get_mut(&(touch.lane, touch.handler))
+                && !self.awaited.add(touch, now)
+            {
+                window.expect_more();
+            }
+        }
+    }
+
+    /// When a delivery that the stream showed is to be looked for, if there is one.
+    pub(crate) fn next_look(&self) -> Option<Instant> {
+        self.awaited.next_due()
+    }
+
+    /// How far the reads of a lane have come, for the stream.
+    pub(crate) fn standing(&self, lane: i16, handler: i32) -> Standing {
+        match self.windows.get(&(lane, handler)) {
+            None => Standing::Foreign,
+            Some(window) if window.has_more() => Standing::Behind,
+            Some(_) => Standing::Current,
+        }
+    }
+
     /// Whether reading again at once would bring something: a page was cut, or a sweep is under way.
-    pub(crate) fn wants_more(&self) -> bool {
-        self.windows.iter().any(|(&(_, handler), window)| {
-            (window.sweep().is_some() && window.queued() < 2 * QUEUE)
-                || (window.has_more() && self.room(handler, window) > 0)
-        })
+    pub(crate) fn wants_more(&self, now: Instant) -> bool {
+        self.awaited.any_due(now)
+            || self.windows.iter().any(|(&(_, handler), window)| {
+                (window.sweep().is_some() && window.queued() < 2 * QUEUE)
+                    || (window.has_more() && self.handlers.get(&handler).is_some_and(|state| room(state, window) > 0))
+            })
     }
 
-    fn room(&self, handler: i32, window: &Window) -> usize {
-        let open = self.handlers.get(&handler).is_some_and(|handler| handler.breaker.is_open());
-        let most = if open { 1 } else { QUEUE };
-        // Half empty, so that a trickle of free places does not become a query each.
-        if window.queued() * 2 <= most { most - window.queued().min(most) } else { 0 }
-    }
-
-    /// What to read: every window with room, or with `all` false only those known to have more.
-    pub(crate) fn asks(&mut self, all: bool) -> Vec<Ask> {
+    /// What to read: every window with room, or with `all` false only those known to have more or touched by the
+    /// stream.
+    pub(crate) fn asks(&mut self, all: bool, now: Instant) -> Vec<Ask> {
         self.windows.values_mut().for_each(Window::asked);
+        for (&(lane, handler), window) in &mut self.windows {
+            let full = self.handlers.get(&handler).is_some_and(|state| room(state, window) == 0);
+            if full && self.awaited.is_due(lane, handler, now) {
+                self.awaited.forget(lane, handler);
+                window.expect_more();
+            }
+        }
         let mut asks = Vec::new();
         for (&(lane, handler), window) in &self.windows {
             let Some(state) = self.handlers.get(&handler) else { continue };
@@ -236,8 +275,9 @@ impl Plan {
                 version: window.version(),
                 sweep,
             };
-            let room = self.room(handler, window);
-            if room > 0 && (all || window.has_more()) {
+            let room = room(state, window);
+            if room > 0 && (all || window.has_more() || self.awaited.is_due(lane, handler, now)) {
+                self.awaited.asked(lane, handler);
                 asks.push(ask(window.bound(), window.limit(room), false));
             }
             if let Some(after) = window.sweep()
@@ -258,7 +298,7 @@ impl Plan {
     }
 
     /// Takes what a read of `asks` saw.
-    pub(crate) fn page(&mut self, asks: &[Ask], page: Page) {
+    pub(crate) fn page(&mut self, asks: &[Ask], page: Page, now: Instant) {
         self.settle_marks(page.ended_below);
         let mut by_ask: HashMap<(i16, i32), Vec<Row>> = HashMap::new();
         let mut swept: HashMap<(i16, i32), Vec<Row>> = HashMap::new();
@@ -295,8 +335,8 @@ impl Plan {
             }
             if ask.sweep {
                 self.totals.swept += window.offer_swept(ask.version, limit, &rows) as u64;
-            } else {
-                window.offer(ask.version, limit, &rows, self.settled);
+            } else if window.offer(ask.version, limit, &rows, self.settled) {
+                self.awaited.seen(pair, ask.after, &rows, rows.len() >= limit, page.ended_below, now);
             }
             if window.queued() > 0 {
                 handler.ready.insert(ask.lane);

@@ -16,7 +16,7 @@ use crate::backoff::Retry;
 use crate::completion::Outcomes;
 use crate::delivery::{DeliveryId, Failure, Outcome};
 use crate::sinks::{BEHIND, KeyWindow};
-use crate::sources::{Ask, Page, Promoted, Row};
+use crate::sources::{Ask, Page, Promoted, Row, Touch};
 
 const HANDLER: i32 = 1;
 const LANE: i16 = 0;
@@ -151,7 +151,7 @@ impl World {
         self.table.range(..seq).any(held) || (self.blocks && self.dead.range(..seq).any(dead))
     }
 
-    fn read(&self, asks: &[Ask]) -> Page {
+    fn read(&self, asks: &[Ask], now: Instant) -> Page {
         let mut rows = Vec::new();
         for ask in asks {
             let found = self
@@ -160,12 +160,10 @@ impl World {
                 .filter(|(seq, row)| row.due_at.is_none() && !self.hidden(**seq, row.key))
                 .take(usize::try_from(ask.limit).unwrap());
             rows.extend(found.map(|(seq, row)| Row {
-                id: DeliveryId { lane: LANE, handler: HANDLER, seq: *seq },
                 key: row.key,
-                size_bytes: 1,
-                created_at: time::OffsetDateTime::UNIX_EPOCH,
                 attempts: row.attempts,
-                written: 0,
+                read_at: Some(now),
+                ..Row::plain(DeliveryId { lane: LANE, handler: HANDLER, seq: *seq })
             }));
         }
         Page { rows, ended_below: self.ended_below() }
@@ -183,8 +181,9 @@ impl World {
         first.map(|first_seq| Promoted { lane: LANE, handler: HANDLER, first_seq }).into_iter().collect()
     }
 
-    /// Confirms and sends a batch at one moment, as the sink's kind would.
-    fn send(&mut self, batch: &Batch) -> Vec<Answer> {
+    /// Sends a batch at one moment, as the sink's kind would; confirms it, unless the stream brought the payload and the
+    /// read that saw the delivery is fresh.
+    fn send(&mut self, batch: &Batch, now: Instant) -> Vec<Answer> {
         let mut stopped = HashSet::new();
         let mut answers = Vec::new();
         for row in &batch.rows {
@@ -193,17 +192,18 @@ impl World {
                 answers.push(Answer::Outcome(Outcome::Unreachable(Failure::new(BEHIND, ""))));
                 continue;
             }
+            let streamed = self.rng.random_bool(0.5) && row.is_fresh(now);
             let answer = match self.table.get(&seq) {
-                None => Answer::Gone,
-                Some(stored) if stored.due_at.is_some() || self.hidden(seq, stored.key) => Answer::Held,
-                Some(_) if !self.broker_up => Answer::Outcome(Outcome::Unreachable(Failure::new("DOWN", ""))),
-                Some(_) if self.poison.contains(&seq) && self.rng.random_bool(0.3) => {
+                None if !streamed => Answer::Gone,
+                Some(stored) if !streamed && (stored.due_at.is_some() || self.hidden(seq, stored.key)) => Answer::Held,
+                _ if !self.broker_up => Answer::Outcome(Outcome::Unreachable(Failure::new("DOWN", ""))),
+                _ if self.poison.contains(&seq) && self.rng.random_bool(0.3) => {
                     Answer::Outcome(Outcome::Rejected(Failure::new("POISON", "")))
                 }
-                Some(_) if self.poison.contains(&seq) || self.rng.random_bool(0.05) => {
+                _ if self.poison.contains(&seq) || self.rng.random_bool(0.05) => {
                     Answer::Outcome(Outcome::Refused(Failure::new("REFUSED", "")))
                 }
-                Some(_) => {
+                _ => {
                     self.broker.push(seq);
                     // Stored, but the answer got lost: doubt.
                     if self.rng.random_bool(0.05) {
@@ -263,14 +263,18 @@ impl World {
                 if !polling {
                     let promoted = self.promote();
                     plan.promoted(&promoted);
-                    let asks = plan.asks(true);
-                    let page = self.read(&asks);
+                    // All lanes, or those that the stream touched; it may show what is not visible, or never will be.
+                    let all = self.rng.random_bool(0.7);
+                    let touch = Touch { lane: LANE, handler: HANDLER, seq: Some(self.next_seq), xid: 5 };
+                    plan.touched(&[touch], now);
+                    let asks = plan.asks(all, now);
+                    let page = self.read(&asks, now);
                     self.on_the_way.push(Message::Page(asks, page));
                 }
             }
             5 | 6 => {
                 if let Some(batch) = plan.next_batch(now) {
-                    let answers = self.send(&batch);
+                    let answers = self.send(&batch, now);
                     self.on_the_way.push(Message::Answers(batch, answers));
                 }
             }
@@ -313,7 +317,7 @@ impl World {
         }
         let at = self.rng.random_range(0..self.on_the_way.len());
         match self.on_the_way.swap_remove(at) {
-            Message::Page(asks, page) => plan.page(&asks, page),
+            Message::Page(asks, page) => plan.page(&asks, page, now),
             Message::Answers(batch, answers) => {
                 plan.answered(&batch, answers, now, 0.5);
             }

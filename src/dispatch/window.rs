@@ -217,6 +217,11 @@ impl Window {
         self.more = true;
     }
 
+    /// Something came that there is no room for now.
+    pub(crate) fn expect_more(&mut self) {
+        self.more = true;
+    }
+
     fn settle(&mut self, seq: i64) -> Option<Row> {
         let row = self.in_flight.remove(&seq)?;
         if let Some(key) = row.key
@@ -237,14 +242,7 @@ mod tests {
     use crate::delivery::DeliveryId;
 
     fn row(seq: i64, key: Option<i64>) -> Row {
-        Row {
-            id: DeliveryId { lane: 0, handler: 1, seq },
-            key,
-            size_bytes: 10,
-            created_at: time::OffsetDateTime::UNIX_EPOCH,
-            attempts: 0,
-            written: 0,
-        }
+        Row { key, size_bytes: 10, ..Row::plain(DeliveryId { lane: 0, handler: 1, seq }) }
     }
 
     fn seqs(rows: &[Row]) -> Vec<i64> {

@@ -84,14 +84,7 @@ fn verdict(row: &Row, answer: &tokio_postgres::Row) -> Result<Verdict> {
     let headers = match get::<Option<&str>>(answer, 7)? {
         None => Vec::new(),
         Some(text) => match serde_json::from_str::<serde_json::Map<String, serde_json::Value>>(text) {
-            Ok(map) => map
-                .into_iter()
-                .map(|(name, value)| match value {
-                    serde_json::Value::String(text) => (name, text),
-                    // Publishing refuses these; a row written by hand is carried as its JSON text.
-                    other => (name, other.to_string()),
-                })
-                .collect(),
+            Ok(map) => headers(map),
             Err(_) => return Ok(Verdict::EventMissing),
         },
     };
@@ -106,6 +99,17 @@ fn verdict(row: &Row, answer: &tokio_postgres::Row) -> Result<Verdict> {
         created_at: get(answer, 10)?,
     };
     Ok(Verdict::Send(Parcel { id: row.id, event: Arc::new(event), generation: get(answer, 3)? }))
+}
+
+/// Headers as sinks get them.
+pub(super) fn headers(map: serde_json::Map<String, serde_json::Value>) -> Vec<(String, String)> {
+    map.into_iter()
+        .map(|(name, value)| match value {
+            serde_json::Value::String(text) => (name, text),
+            // Publishing refuses these; a row written by hand is carried as its JSON text.
+            other => (name, other.to_string()),
+        })
+        .collect()
 }
 
 fn get<'a, T: tokio_postgres::types::FromSql<'a>>(row: &'a tokio_postgres::Row, column: usize) -> Result<T> {

@@ -6,14 +6,22 @@
 mod confirm;
 mod notify;
 mod poll;
+pub(crate) mod wal;
 
 pub(crate) use confirm::{Confirmer, Verdict};
 pub(crate) use notify::listen;
 pub(crate) use poll::{Poller, Promoted};
+pub(crate) use wal::{Feed, Standing, Touch};
+
+use std::time::{Duration, Instant};
 
 use time::OffsetDateTime;
 
 use crate::delivery::DeliveryId;
+
+/// A read older than this permits no send by itself. Shorter than any takeover of a bridge that is alive, and than what
+/// an operator who skips a delivery expects to be obeyed in.
+const FRESH: Duration = Duration::from_millis(500);
 
 /// One (lane, handler) to read, from above `after`, at most `limit` rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,8 +50,36 @@ pub(crate) struct Row {
     pub created_at: OffsetDateTime,
     /// Failed attempts so far.
     pub attempts: i16,
+    /// Rises with every requeue and replay.
+    pub generation: i32,
+    /// When the read that saw it was asked; `None` in tests of the pure rules.
+    pub read_at: Option<Instant>,
     /// The write-ahead log position after which its commit is surely written; sent only once that is flushed (R2).
     pub written: u64,
+}
+
+impl Row {
+    /// Whether what was seen then may still be acted on without another read.
+    pub(crate) fn is_fresh(&self, now: Instant) -> bool {
+        self.read_at.is_some_and(|at| now.duration_since(at) < FRESH)
+    }
+}
+
+#[cfg(test)]
+impl Row {
+    /// A delivery without a key, freshly published.
+    pub(crate) fn plain(id: DeliveryId) -> Self {
+        Self {
+            id,
+            key: None,
+            size_bytes: 1,
+            created_at: OffsetDateTime::UNIX_EPOCH,
+            attempts: 0,
+            generation: 0,
+            read_at: None,
+            written: 0,
+        }
+    }
 }
 
 /// What one poll saw, in one snapshot.

@@ -1,5 +1,7 @@
 //! The narrow poll: which deliveries of the owned lanes may go, in seq order, without their payloads.
 
+use std::time::Instant;
+
 use tokio_postgres::Statement;
 
 use super::{Ask, Page, Row};
@@ -35,29 +37,37 @@ impl Poller {
         self.client.is_closed()
     }
 
-    /// Reads every ask in one snapshot.
+    /// Reads every ask in one snapshot, for `epoch`.
     ///
     /// # Errors
-    /// Transient when the session broke; the caller connects again and asks again.
-    pub(crate) async fn read(&self, asks: &[Ask]) -> Result<Page> {
+    /// Transient when the session broke or the epoch is fenced; the caller connects again and asks again.
+    pub(crate) async fn read(&self, epoch: i64, asks: &[Ask]) -> Result<Page> {
         let lanes: Vec<i16> = asks.iter().map(|ask| ask.lane).collect();
         let handlers: Vec<i32> = asks.iter().map(|ask| ask.handler).collect();
         let after: Vec<i64> = asks.iter().map(|ask| ask.after).collect();
         let limits: Vec<i32> = asks.iter().map(|ask| ask.limit).collect();
         let ordered: Vec<bool> = asks.iter().map(|ask| ask.ordered).collect();
         let blocks: Vec<bool> = asks.iter().map(|ask| ask.blocks).collect();
-        let found = self.client.query(&self.poll, &[&lanes, &handlers, &after, &limits, &ordered, &blocks]).await?;
+        // Before it is asked: what it sees is no older.
+        let read_at = Instant::now();
+        let found =
+            self.client.query(&self.poll, &[&lanes, &handlers, &after, &limits, &ordered, &blocks, &epoch]).await?;
         let first = found.first().ok_or_else(|| Error::new("poll: the server answered no row; one is always sent"))?;
         let ended_below = get(first, 0)?;
+        if !get::<bool>(first, 2)? {
+            return Err(Error::transient(format!("epoch {epoch} is fenced: nothing is read for it")));
+        }
         let mut rows = Vec::with_capacity(found.len());
         for row in &found {
-            let Some(seq) = get::<Option<i64>>(row, 4)? else { continue };
+            let Some(seq) = get::<Option<i64>>(row, 5)? else { continue };
             rows.push(Row {
-                id: DeliveryId { lane: get(row, 2)?, handler: get(row, 3)?, seq },
-                key: get(row, 5)?,
-                size_bytes: u32::try_from(get::<i32>(row, 6)?).unwrap_or(0),
-                created_at: get(row, 7)?,
-                attempts: get(row, 8)?,
+                id: DeliveryId { lane: get(row, 3)?, handler: get(row, 4)?, seq },
+                key: get(row, 6)?,
+                size_bytes: u32::try_from(get::<i32>(row, 7)?).unwrap_or(0),
+                created_at: get(row, 8)?,
+                attempts: get(row, 9)?,
+                generation: get(row, 10)?,
+                read_at: Some(read_at),
                 written: u64::try_from(get::<i64>(row, 1)?).unwrap_or(u64::MAX),
             });
         }
