@@ -127,10 +127,7 @@ async fn term(
     let mut first_round = true;
     loop {
         tokio::select! {
-            () = stop.cancelled() => {
-                session.execute(&names.render(LEAVE), &[&epoch]).await?;
-                return Ok(());
-            }
+            () = stop.cancelled() => break,
             () = session.closed() => return Err(Error::transient("the server closed the lock session")),
             _ = ticks.tick() => {}
         }
@@ -151,7 +148,7 @@ async fn term(
             }
             beat(&session, &heartbeat, epoch, held.len(), tell).await?;
             if !gained.is_empty() && tell.send(Ownership::Gained { epoch, lanes: gained }).await.is_err() {
-                return Ok(());
+                break;
             }
         } else {
             beat(&session, &heartbeat, epoch, held.len(), tell).await?;
@@ -161,11 +158,15 @@ async fn term(
             let owners = rows.iter().filter_map(|row| row.try_get(0).ok()).collect::<Vec<String>>();
             tracing::info!(owners = ?owners, "every lane is owned by another bridge; standing by");
             if tell.send(Ownership::NoneFree { owners }).await.is_err() {
-                return Ok(());
+                break;
             }
         }
         first_round = false;
     }
+    // Dispatch may have ended before; what it sent is settled only when the brokers are closed.
+    stop.cancelled().await;
+    session.execute(&names.render(LEAVE), &[&epoch]).await?;
+    Ok(())
 }
 
 /// One proof that `held` locks are still this session's.
