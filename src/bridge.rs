@@ -79,6 +79,8 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
 
     let stream = match config.bridge.source {
         SourceKind::Poll => None,
+        // What is due is in the table; making a slot would take longer than reading it.
+        _ if options.once => None,
         kind => Some(wal::start(
             wal::Setup {
                 connector: connector.clone(),
@@ -91,7 +93,7 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
             release.clone(),
         )?),
     };
-    let hints = Hints { wake, feed, touched };
+    let hints = Hints { wake, feed: Arc::clone(&feed), touched };
 
     let settings = Settings {
         poll_interval: config.bridge.poll_interval,
@@ -134,6 +136,7 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
         unreachable = totals.unreachable,
         not_there = totals.missing,
         swept = totals.swept,
+        streamed = feed.taken(),
         "bridge stops"
     );
     match ended {

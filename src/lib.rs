@@ -5,9 +5,10 @@
 //! 1. An application calls `lanebridge.publish(…)` inside its own transaction ([`publish`] is that call from Rust).
 //!    The database stores one [`event`] and, per matching handler, one [`delivery`].
 //! 2. A bridge owns lanes, each under a session advisory lock and an epoch (`lanes`).
-//! 3. A narrow poll of its lanes decides what is to be sent (`sources`).
+//! 3. A narrow poll of its lanes decides what is to be sent; the write-ahead log wakes it and brings payloads (`sources`).
 //! 4. Per (handler, key) the order holds without gaps in flight (`dispatch`).
-//! 5. Just before sending, one read fetches payloads and sees each delivery again (R1), and its commit is on disk (R2).
+//! 5. Just before sending, one read fetches the payloads that the log did not bring and sees each delivery again (R1), and
+//!    its commit is on disk (R2).
 //! 6. A sink hands it to Kafka, NATS JetStream or Redis Streams and waits for the broker's acknowledgement (`sinks`).
 //! 7. The outcome is written back in a fenced batch; every id is accounted for (`completion`).
 //!

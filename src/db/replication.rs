@@ -27,6 +27,8 @@ use crate::error::{Error, Result};
 
 /// For one write: the peer reads these few bytes at once, or is not there.
 const WRITE: Duration = Duration::from_secs(5);
+/// For the server to close a connection that took leave.
+const LEAVE: Duration = Duration::from_secs(1);
 /// Between the epochs of Unix and of Postgres.
 const POSTGRES_EPOCH_SECONDS: u64 = 946_684_800;
 /// Longest message other than a row; an error has no use for more.
@@ -306,6 +308,22 @@ impl Replication {
             .map_err(|e| Error::new("write a status").source_is(e))?
             .write(&mut out);
         self.write(&out).await
+    }
+
+    /// Takes leave, so that slot and walsender are gone when this returns, unless the server does not answer.
+    pub(crate) async fn end(mut self) {
+        let mut out = BytesMut::new();
+        frontend::copy_done(&mut out);
+        frontend::terminate(&mut out);
+        let leave = async {
+            self.write(&out).await?;
+            loop {
+                self.input.clear();
+                self.read().await?;
+            }
+        };
+        // It ends by an error in any case: the connection is closed.
+        let _ended: std::result::Result<Result<()>, _> = timeout(LEAVE, leave).await;
     }
 
     /// Tag and length, its tag included, of the message that comes next.

@@ -31,11 +31,13 @@ use crate::delivery::{Failure, Outcome, Parcel};
 use crate::error::{Class, Error, Result};
 use crate::lanes::Ownership;
 use crate::sinks::{BEHIND, Route, Sink};
-use crate::sources::{Ask, Feed, Page, Promoted, Row, Verdict};
+use crate::sources::{Ask, Feed, Page, Promoted, Row, Standing, Verdict};
 use plan::{Answer, Batch, Plan};
 
 /// Wait after a failed database call before the next of its kind.
 const DATABASE_PAUSE: Duration = Duration::from_millis(250);
+/// Longest rest between two polls that the stream causes.
+const LONGEST_REST: Duration = Duration::from_millis(20);
 /// Held deliveries promoted per poll.
 const PROMOTE: i32 = 1000;
 /// How often refusals of one handler and code are reported, and how many such pairs are remembered.
@@ -115,6 +117,8 @@ pub(crate) async fn run(
         polling: false,
         writing: false,
         woken: true,
+        polled_at: Instant::now(),
+        look_after: Instant::now(),
         pause_until: None,
         complete_rounds: 0,
         none_free: None,
@@ -144,7 +148,7 @@ pub(crate) async fn run(
                 return Ok((ended, run.plan.totals()));
             }
         }
-        let alarm = run.next_alarm(now);
+        let alarm = run.next_alarm(now, draining);
         tokio::select! {
             Some(news) = ownership.recv() => run.ownership(news),
             Some(done) = run.tasks.join_next_with_id(), if !run.tasks.is_empty() => run.done(done)?,
@@ -180,6 +184,11 @@ struct Loop {
     writing: bool,
     /// A full poll is wanted.
     woken: bool,
+    /// When the poll that is under way, or the last one, began.
+    polled_at: Instant,
+    /// The stream alone causes no poll before: as long as the last one took, so that under load each finds many
+    /// deliveries instead of one, and the server is not asked without a pause.
+    look_after: Instant,
     /// No database call that can wait is begun before.
     pause_until: Option<Instant>,
     /// Full polls with a finished sweep that found nothing, in a row.
@@ -203,19 +212,24 @@ impl Loop {
     }
 
     /// When the loop must look again although nothing happened.
-    fn next_alarm(&self, now: Instant) -> Instant {
+    fn next_alarm(&self, now: Instant, draining: bool) -> Instant {
         let far = now + Duration::from_secs(1);
         let trial = self.plan.next_trial().filter(|trial| *trial > now).unwrap_or(far);
         let pause = self.pause_until.filter(|until| *until > now).unwrap_or(far);
-        let look = self.plan.next_look().filter(|_| !self.polling).unwrap_or(far);
-        trial.min(pause).min(look.max(now)).min(far)
+        let look = self.plan.next_look().filter(|_| !self.polling && !draining);
+        let look = look.map_or(far, |due| due.max(self.look_after).max(self.pause_until.unwrap_or(now)).max(now));
+        trial.min(pause).min(look).min(far)
     }
 
     fn ownership(&mut self, news: Ownership) {
         match news {
             Ownership::Gained { epoch, lanes } => {
                 self.plan.gained(epoch, &lanes);
-                self.feed.all_foreign();
+                for &lane in &lanes {
+                    for &handler in self.outlets.keys() {
+                        self.feed.set_standing(lane, handler, Standing::Behind);
+                    }
+                }
                 self.none_free = None;
                 self.woken = true;
             }
@@ -245,11 +259,13 @@ impl Loop {
             return;
         }
         let all = self.woken;
-        if !all && !self.plan.wants_more(now) {
+        let look = self.plan.next_look().is_some_and(|due| due <= now) && self.look_after <= now;
+        if !all && !look && !self.plan.wants_more() {
             return;
         }
         self.woken = false;
         self.polling = true;
+        self.polled_at = now;
         let links = Arc::clone(&self.links);
         if all {
             // What became due is made ordinary first, so that the read that follows begins below it.
@@ -346,15 +362,16 @@ impl Loop {
             },
             Done::Polled { asks, all, result } => {
                 self.polling = false;
+                let now = Instant::now();
+                self.look_after = now + now.duration_since(self.polled_at).min(LONGEST_REST);
                 match result {
                     Ok((_, page)) => {
                         let empty = page.rows.is_empty();
-                        let now = Instant::now();
                         self.plan.page(&asks, page, now);
                         for ask in &asks {
                             self.feed.set_standing(ask.lane, ask.handler, self.plan.standing(ask.lane, ask.handler));
                         }
-                        let complete = all && empty && self.plan.is_idle() && !self.plan.wants_more(now);
+                        let complete = all && empty && self.plan.is_idle() && !self.plan.wants_more();
                         self.complete_rounds = if complete { self.complete_rounds + 1 } else { 0 };
                     }
                     Err(error) => {

@@ -243,12 +243,11 @@ impl Plan {
     }
 
     /// Whether reading again at once would bring something: a page was cut, or a sweep is under way.
-    pub(crate) fn wants_more(&self, now: Instant) -> bool {
-        self.awaited.any_due(now)
-            || self.windows.iter().any(|(&(_, handler), window)| {
-                (window.sweep().is_some() && window.queued() < 2 * QUEUE)
-                    || (window.has_more() && self.handlers.get(&handler).is_some_and(|state| room(state, window) > 0))
-            })
+    pub(crate) fn wants_more(&self) -> bool {
+        self.windows.iter().any(|(&(_, handler), window)| {
+            (window.sweep().is_some() && window.queued() < 2 * QUEUE)
+                || (window.has_more() && self.handlers.get(&handler).is_some_and(|state| room(state, window) > 0))
+        })
     }
 
     /// What to read: every window with room, or with `all` false only those known to have more or touched by the

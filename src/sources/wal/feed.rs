@@ -4,7 +4,7 @@
 //! Everything here is a hint. Bounded in bytes and in number (R14); neither side ever waits for the other.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -59,6 +59,8 @@ pub(crate) struct Feed {
     cache: Mutex<Cache>,
     standings: HashMap<i32, Vec<AtomicU8>>,
     wake: Arc<Notify>,
+    /// Payloads that dispatch took.
+    taken: AtomicU64,
 }
 
 struct Cache {
@@ -87,7 +89,13 @@ impl Feed {
             cache: Mutex::new(Cache { entries: BTreeMap::new(), bytes: 0, most, cleaned: None }),
             standings: handlers.into_iter().map(|handler| (handler, lanes())).collect(),
             wake,
+            taken: AtomicU64::new(0),
         }
+    }
+
+    /// How many payloads the table was spared so far.
+    pub(crate) fn taken(&self) -> u64 {
+        self.taken.load(Ordering::Relaxed)
     }
 
     pub(crate) fn set_standing(&self, lane: i16, handler: i32, standing: Standing) {
@@ -146,13 +154,18 @@ impl Feed {
         self.wake.notify_one();
     }
 
-    /// The stream begins, ended, or may have missed something: what it said before is forgotten.
+    /// The stream begins or ended: what it said before is forgotten.
     pub(super) fn resync(&self) {
         {
             let mut cache = lock(&self.cache);
             cache.entries.clear();
             cache.bytes = 0;
         }
+        self.missed();
+    }
+
+    /// The stream did not say what it saw.
+    pub(super) fn missed(&self) {
         *lock(&self.touched) = Touched { touches: Vec::new(), all: true };
         self.wake.notify_one();
     }
@@ -164,7 +177,9 @@ impl Feed {
     /// The event of a delivery that a poll saw, if the stream brought it. Each handler gets it once; a second try reads
     /// the table.
     pub(crate) fn event(&self, seq: i64, created_at: OffsetDateTime) -> Option<Arc<Event>> {
-        lock(&self.cache).take(seq, created_at)
+        let event = lock(&self.cache).take(seq, created_at)?;
+        self.taken.fetch_add(1, Ordering::Relaxed);
+        Some(event)
     }
 }
 

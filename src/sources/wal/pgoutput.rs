@@ -9,6 +9,7 @@ use time::OffsetDateTime;
 use tokio_postgres::types::{FromSql, Json, Type};
 
 use super::super::confirm::headers;
+use crate::db::Names;
 use crate::error::{Error, Result};
 use crate::event::{Event, Payload, PayloadFormat};
 
@@ -60,13 +61,21 @@ pub(super) struct Insert<'a> {
 }
 
 /// Remembers the relations of one stream.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Decoder {
-    /// By the server's number: where each of [`COLUMNS`] is, and how many columns there are.
-    relations: HashMap<u32, ([usize; COLUMNS.len()], usize)>,
+    schema: String,
+    table: String,
+    /// By the server's number: where each of [`COLUMNS`] is, and how many columns there are. `None`: another table,
+    /// which somebody added to the publication.
+    relations: HashMap<u32, Option<([usize; COLUMNS.len()], usize)>>,
 }
 
 impl Decoder {
+    pub(super) fn new(names: &Names) -> Self {
+        let (schema, table) = (names.schema().to_owned(), format!("{}events", names.prefix()));
+        Self { schema, table, relations: HashMap::new() }
+    }
+
     /// # Errors
     /// A message that is cut off, or not what this bridge can read; the stream cannot be gone on with.
     pub(super) fn read<'a>(&mut self, message: &'a [u8]) -> Result<Message<'a>> {
@@ -81,7 +90,7 @@ impl Decoder {
                 self.relation(&mut reader)?;
                 Ok(Message::Other)
             }
-            b'I' => self.insert(&mut reader).map(Message::Insert),
+            b'I' => Ok(self.insert(&mut reader)?.map_or(Message::Other, Message::Insert)),
             // Type, origin, truncate, message; updates and deletes are not published.
             b'Y' | b'O' | b'T' | b'M' | b'U' | b'D' => Ok(Message::Other),
             other => Err(Error::transient(format!("the stream holds a message of unknown kind {other:#04x}"))),
@@ -90,8 +99,12 @@ impl Decoder {
 
     fn relation(&mut self, reader: &mut Reader<'_>) -> Result<()> {
         let number = reader.u32()?;
-        let _schema = reader.text()?;
+        let schema = reader.text()?;
         let table = reader.text()?;
+        if schema != self.schema || table != self.table {
+            self.relations.insert(number, None);
+            return Ok(());
+        }
         let _replica_identity = reader.u8()?;
         let count = usize::from(reader.u16()?);
         let mut places = [usize::MAX; COLUMNS.len()];
@@ -111,14 +124,18 @@ impl Decoder {
             return Err(Error::new(format!("the stream of {table} has no column {}", COLUMNS[missing].0))
                 .hint("the publication must not list columns"));
         }
-        self.relations.insert(number, (places, count));
+        self.relations.insert(number, Some((places, count)));
         Ok(())
     }
 
-    fn insert<'a>(&self, reader: &mut Reader<'a>) -> Result<Insert<'a>> {
+    fn insert<'a>(&self, reader: &mut Reader<'a>) -> Result<Option<Insert<'a>>> {
         let number = reader.u32()?;
-        let (places, count) =
-            self.relations.get(&number).ok_or_else(|| Error::transient("the stream has a row of an unknown table"))?;
+        let known = self.relations.get(&number);
+        let Some((places, count)) =
+            known.ok_or_else(|| Error::transient("the stream has a row of an unknown table"))?
+        else {
+            return Ok(None);
+        };
         if reader.u8()? != b'N' {
             return Err(Error::transient("the stream has an insert without a new row"));
         }
@@ -142,13 +159,13 @@ impl Decoder {
                 values[column] = value;
             }
         }
-        Ok(Insert {
+        Ok(Some(Insert {
             seq: needed(&values, SEQ)?,
             created_at: timestamp(needed(&values, CREATED_AT)?)?,
             lane: needed(&values, LANE)?,
             handlers: needed(&values, HANDLERS)?,
             values,
-        })
+        }))
     }
 }
 
@@ -301,8 +318,12 @@ mod tests {
         out.to_vec()
     }
 
+    fn fresh() -> Decoder {
+        Decoder { schema: "public".into(), table: "events".into(), relations: HashMap::new() }
+    }
+
     fn decode(columns: &[Column]) -> Result<Event> {
-        let mut decoder = Decoder::default();
+        let mut decoder = fresh();
         decoder.read(&relation(columns))?;
         let message = insert(columns);
         match decoder.read(&message)? {
@@ -323,7 +344,7 @@ mod tests {
         columns.reverse();
         columns.insert(4, ("later", 25, Some(b"x".to_vec())));
         assert_eq!(decode(&columns).unwrap().id, "id-1");
-        let mut decoder = Decoder::default();
+        let mut decoder = fresh();
         decoder.read(&relation(&columns)).unwrap();
         let message = insert(&columns);
         let Message::Insert(insert) = decoder.read(&message).unwrap() else { panic!("an insert") };
@@ -349,15 +370,22 @@ mod tests {
     }
 
     #[test]
+    fn rows_of_another_table_in_the_publication_are_passed_over() {
+        let mut decoder = Decoder { table: "others".into(), ..fresh() };
+        decoder.read(&relation(&row()[..2])).unwrap();
+        assert!(matches!(decoder.read(&insert(&row()[..2])).unwrap(), Message::Other));
+    }
+
+    #[test]
     fn a_row_of_a_table_nobody_described_is_an_error() {
-        assert!(Decoder::default().read(&insert(&row())).unwrap_err().report().contains("unknown table"));
+        assert!(fresh().read(&insert(&row())).unwrap_err().report().contains("unknown table"));
     }
 
     proptest! {
         // Whatever the bytes are, the answer is a message or an error: no panic, no endless loop.
         #[test]
         fn any_bytes_are_a_message_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..200), kind in 0_usize..8) {
-            let mut decoder = Decoder::default();
+            let mut decoder = fresh();
             decoder.read(&relation(&row())).unwrap();
             let mut message = vec![b"BCRIYOTX"[kind]];
             message.extend(&bytes);
@@ -370,7 +398,7 @@ mod tests {
         fn a_message_that_is_cut_or_changed_somewhere_is_a_message_or_an_error(cut in any::<prop::sample::Index>(),
                 at in any::<prop::sample::Index>(), byte in any::<u8>()) {
             let whole = insert(&row());
-            let mut decoder = Decoder::default();
+            let mut decoder = fresh();
             decoder.read(&relation(&row())).unwrap();
             let cut = cut.index(whole.len());
             prop_assert!(decoder.read(&whole[..cut]).is_err());
@@ -382,7 +410,7 @@ mod tests {
             let mut described = relation(&row());
             let place = at.index(described.len());
             described[place] = byte;
-            let _read = Decoder::default().read(&described);
+            let _read = fresh().read(&described);
         }
     }
 }

@@ -46,10 +46,10 @@ pub(super) async fn read(
     stream: &mut Replication,
     feed: &Arc<Feed>,
     sight: &Sight,
+    mut decoder: Decoder,
     largest: usize,
 ) -> Result<std::convert::Infallible> {
     let mut transaction = Transaction::new(largest);
-    let mut decoder = Decoder::default();
     let mut confirmed = Instant::now();
     let mut received = 0;
     let mut ticks = tokio::time::interval(CONFIRM);
@@ -159,7 +159,7 @@ impl Transaction {
 
     fn commit(&mut self, feed: &Feed) {
         if self.everything {
-            feed.resync();
+            feed.missed();
         }
         let xid = self.xid;
         let lanes = self.lanes.drain().map(|(lane, handler)| Touch { lane, handler, seq: None, xid });

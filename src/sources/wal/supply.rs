@@ -10,6 +10,7 @@ use tokio::time::{MissedTickBehavior, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::feed::Feed;
+use super::pgoutput::Decoder;
 use super::reader::{self, Sight};
 use crate::config::{SourceKind, Wal};
 use crate::db::{Client, Connector, Names, Replication, Session, sqlstate};
@@ -88,12 +89,7 @@ pub(crate) fn start(setup: Setup, stop: CancellationToken) -> Result<impl Future
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|source| Error::new("start the runtime of the stream").source_is(source))?;
     let thread = std::thread::Builder::new().name("wal".to_owned()).spawn(move || {
-        runtime.block_on(async {
-            tokio::select! {
-                () = stop.cancelled() => {}
-                () = supply(setup) => {}
-            }
-        });
+        runtime.block_on(supply(setup, &stop));
         // Nobody waits any more if the process is on its way out.
         let _sent = done.send(());
     });
@@ -104,27 +100,31 @@ pub(crate) fn start(setup: Setup, stop: CancellationToken) -> Result<impl Future
     })
 }
 
-async fn supply(setup: Setup) {
+async fn supply(setup: Setup, stop: &CancellationToken) {
     let mut supply = Supply { setup, said: None, report: Report::default() };
     let (mut soon, mut later) = (SOON.0, LATER.0);
     loop {
         let began = Instant::now();
-        let (error, wait) = supply.stream().await;
+        let Some((error, wait)) = supply.stream(stop).await else { return };
         supply.setup.feed.resync();
         if began.elapsed() >= STEADY {
             (soon, later) = (SOON.0, LATER.0);
         }
-        let pause = match wait {
-            Wait::Soon => &mut soon,
-            Wait::Later | Wait::CaughtUp => &mut later,
+        let (pause, most) = match wait {
+            Wait::Soon => (&mut soon, SOON.1),
+            Wait::Later | Wait::CaughtUp => (&mut later, LATER.1),
         };
-        let most = if matches!(wait, Wait::Soon) { SOON.1 } else { LATER.1 };
         let jittered = pause.mul_f64(rand::rng().random_range(0.8..1.2));
         *pause = (*pause * 2).min(most);
-        supply.polls(&error).await;
-        tokio::time::sleep(jittered).await;
-        while matches!(wait, Wait::CaughtUp) && supply.setup.feed.behind() > BEHIND.1 {
-            tokio::time::sleep(LATER.0).await;
+        let rest = async {
+            supply.polls(&error).await;
+            tokio::time::sleep(jittered).await;
+            while matches!(wait, Wait::CaughtUp) && supply.setup.feed.behind() > BEHIND.1 {
+                tokio::time::sleep(LATER.0).await;
+            }
+        };
+        if stop.run_until_cancelled(rest).await.is_none() {
+            return;
         }
     }
 }
@@ -141,37 +141,38 @@ struct Supply {
 struct Report(Option<(&'static str, Option<String>)>);
 
 impl Supply {
-    /// One stream from its check to its end, and how long to wait before the next.
-    async fn stream(&mut self) -> (Error, Wait) {
-        let control = match self.setup.connector.connect("stream", Session::Work).await {
-            Ok(control) => control,
-            Err(error) => return (error, Wait::Soon),
-        };
-        match self.stream_with(&control).await {
-            Ok((error, wait)) | Err((error, wait)) => (error, wait),
-        }
-    }
-
-    async fn stream_with(&mut self, control: &Client) -> std::result::Result<(Error, Wait), (Error, Wait)> {
-        let soon = |error: Error| {
-            let wait = if error.class() == Class::Transient { Wait::Soon } else { Wait::Later };
-            (error, wait)
-        };
-        self.check(control).await?;
+    /// One stream from its check to its end, and how long to wait before the next; `None` when stopped.
+    async fn stream(&mut self, stop: &CancellationToken) -> Option<(Error, Wait)> {
         let slot = format!("lanebridge_{:016x}", rand::rng().random::<u64>());
-        let mut stream = self.open(control, &slot).await?;
+        let (control, mut stream) = match stop.run_until_cancelled(self.begin(&slot)).await? {
+            Ok(begun) => begun,
+            Err(ended) => return Some(ended),
+        };
         self.setup.feed.resync();
         let sight = Sight::default();
         let feed = Arc::clone(&self.setup.feed);
         let largest = usize::try_from(self.setup.settings.max_transaction).unwrap_or(usize::MAX);
-        let reading = reader::read(&mut stream, &feed, &sight, largest);
-        tokio::select! {
-            ended = reading => {
+        let decoder = Decoder::new(&self.setup.names);
+        let ended = tokio::select! {
+            ended = reader::read(&mut stream, &feed, &sight, decoder, largest) => {
                 let Err(error) = ended;
-                Err(soon(error))
+                let wait = if error.class() == Class::Transient { Wait::Soon } else { Wait::Later };
+                return Some((error, wait));
             }
-            ended = self.watch(control, &slot, &sight) => Ok(ended),
-        }
+            ended = self.watch(&control, &slot, &sight) => Some(ended),
+            () = stop.cancelled() => None,
+        };
+        stream.end().await;
+        ended
+    }
+
+    /// A stream that has just begun, and a session to watch it with.
+    async fn begin(&self, slot: &str) -> std::result::Result<(Client, Replication), (Error, Wait)> {
+        let control = self.setup.connector.connect("stream", Session::Work).await;
+        let control = control.map_err(|error| (error, Wait::Soon))?;
+        self.check(&control).await?;
+        let stream = self.open(&control, slot).await?;
+        Ok((control, stream))
     }
 
     /// Whether the server and the publication can give us events at all.
