@@ -14,6 +14,7 @@ use crate::ledger::judge;
 use crate::proxy::Proxy;
 use crate::publishers::{Load, TRUTH, publish};
 use crate::services::{Database, address, alone, connect, eventually, redis_address};
+use crate::wal::streams;
 
 fn service(command: &str, name: &str) {
     let status = Command::new(address("LB_SERVICES")).args([command, name]).status().unwrap();
@@ -38,7 +39,7 @@ async fn nothing_is_sent_that_a_crash_of_the_server_can_undo() {
     let admin = connect(&server).await;
     admin.batch_execute("alter system set wal_writer_delay = '10s'").await.unwrap();
     admin.batch_execute("select pg_reload_conf()").await.unwrap();
-    for round in 0..3 {
+    for (round, source) in ["wal", "poll", "wal", "poll"].into_iter().enumerate() {
         let database = Database::create("LB_POSTGRES18_URL").await;
         let destination = Destination::redis();
         let marker = format!("sent-before-flushed-{round}-{}", rand::random::<u32>());
@@ -46,12 +47,16 @@ async fn nothing_is_sent_that_a_crash_of_the_server_can_undo() {
         let mut proxy = Proxy::holding(redis_address(), &marker).await;
         let setup = Setup::new(&database.url(), std::slice::from_ref(&destination), "");
         let setup = setup.with(&redis, &format!("redis://{}", proxy.address)).with("\"50ms\"", "\"10ms\"");
+        let setup = setup.with("[http]", &format!("source = \"{source}\"\n[http]"));
         setup.run(&["migrate"]);
         let bridge = setup.start();
         eventually("it owns lanes", Duration::from_secs(20), || std::future::ready(setup.log().contains("own lanes")))
             .await;
 
         let client = database.connect().await;
+        if source == "wal" {
+            streams(&client).await;
+        }
         let postmaster = postmaster(&client).await;
         client.batch_execute("set synchronous_commit = off").await.unwrap();
         let publish = "select lanebridge.publish('order.x', 'p', 'k', id => $1)";

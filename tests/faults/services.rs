@@ -62,7 +62,16 @@ impl Database {
 
     pub async fn drop(self) {
         let admin = connect(&self.server).await;
-        admin.batch_execute(&format!("drop database {} with (force)", self.name)).await.unwrap();
+        let sql = format!("drop database {} with (force)", self.name);
+        // Not while it has a slot, and the slot of a bridge that was killed goes when the server notices.
+        eventually("the database can be dropped", Duration::from_secs(30), || async {
+            match admin.batch_execute(&sql).await {
+                Ok(()) => true,
+                Err(error) if error.code() == Some(&tokio_postgres::error::SqlState::OBJECT_IN_USE) => false,
+                Err(error) => panic!("{sql}: {error:?}"),
+            }
+        })
+        .await;
     }
 }
 
