@@ -49,6 +49,13 @@ impl Server {
         format!("postgres://{role}@127.0.0.1:{}/postgres", self.port)
     }
 
+    /// From now on everybody but the superuser logs in by `method`.
+    pub async fn ask_for(&self, method: &str) {
+        let lines = format!("host all postgres all trust\nhost all all all {method}\n");
+        std::fs::write(self.folder.path().join("data/pg_hba.conf"), lines).unwrap();
+        self.connect().await.batch_execute("select pg_reload_conf()").await.unwrap();
+    }
+
     pub async fn connect(&self) -> tokio_postgres::Client {
         crate::services::connect(&self.url()).await
     }

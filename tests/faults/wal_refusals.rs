@@ -143,6 +143,27 @@ async fn a_server_without_logical_decoding_is_told_how_to_get_it() {
     assert!(bridge.terminate().await.success(), "{}", scene.setup.log());
 }
 
+/// The stream logs in by every method that the other sessions know, and with a password that has to be prepared.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_stream_logs_in_as_the_other_sessions_do() {
+    let scene = Scene::new(&[], "postgres").await;
+    for (role, method, stored) in
+        [("one", "scram-sha-256", "scram-sha-256"), ("two", "md5", "md5"), ("three", "password", "md5")]
+    {
+        scene.server.ask_for(method).await;
+        let sql = format!(
+            "set password_encryption = '{stored}'; create role {role} login superuser password 'p\u{fb01}\u{a0}x'"
+        );
+        scene.client.batch_execute(&sql).await.unwrap();
+        // Percent-encoded: a ligature and a space that does not break.
+        let url = scene.server.url_of(&format!("{role}:p%EF%AC%81%C2%A0x"));
+        let setup = Setup::new(&url, &[Destination::redis()], "");
+        let bridge = setup.start();
+        streams(&scene.client).await;
+        assert!(bridge.terminate().await.success(), "{}", setup.log());
+    }
+}
+
 /// Somebody else's walsender.
 struct Receiver {
     child: Child,
