@@ -10,6 +10,7 @@ use tokio::sync::watch;
 pub struct Proxy {
     pub address: SocketAddr,
     seen: watch::Receiver<bool>,
+    release: watch::Sender<bool>,
     task: tokio::task::JoinHandle<()>,
 }
 
@@ -28,13 +29,19 @@ impl Proxy {
     fn start(listener: TcpListener, target: String, marker: &str) -> Self {
         let address = listener.local_addr().unwrap();
         let (tell, seen) = watch::channel(false);
+        let (release, released) = watch::channel(false);
         let marker = marker.as_bytes().to_vec();
         let task = tokio::spawn(async move {
             while let Ok((client, _)) = listener.accept().await {
-                tokio::spawn(pass(client, target.clone(), marker.clone(), tell.clone()));
+                tokio::spawn(pass(client, target.clone(), marker.clone(), tell.clone(), released.clone()));
             }
         });
-        Self { address, seen, task }
+        Self { address, seen, release, task }
+    }
+
+    /// Passes on what was held, and everything after it.
+    pub fn release(&self) {
+        self.release.send_replace(true);
     }
 
     /// Returns as soon as the marker was seen.
@@ -49,7 +56,13 @@ impl Drop for Proxy {
     }
 }
 
-async fn pass(client: TcpStream, target: String, marker: Vec<u8>, tell: watch::Sender<bool>) {
+async fn pass(
+    client: TcpStream,
+    target: String,
+    marker: Vec<u8>,
+    tell: watch::Sender<bool>,
+    mut released: watch::Receiver<bool>,
+) {
     let Ok(server) = TcpStream::connect(target).await else { return };
     let (mut from_client, mut to_client) = client.into_split();
     let (mut from_server, mut to_server) = server.into_split();
@@ -59,7 +72,9 @@ async fn pass(client: TcpStream, target: String, marker: Vec<u8>, tell: watch::S
         if buffer[..n].windows(marker.len()).any(|window| window == marker) {
             tell.send_replace(true);
             // Held, not closed: the client learns nothing.
-            std::future::pending::<()>().await;
+            if released.wait_for(|released| *released).await.is_err() {
+                std::future::pending::<()>().await;
+            }
         }
         if to_server.write_all(&buffer[..n]).await.is_err() {
             break;

@@ -12,15 +12,21 @@ use crate::bridge::{Bridge, Setup};
 use crate::consumers::Destination;
 use crate::drain::{deliveries_left, drained, seed};
 use crate::ledger::judge;
+use crate::proxy::Proxy;
 use crate::publishers::{Load, TRUTH, publish};
 use crate::server::Server;
-use crate::services::{Database, eventually, shared};
+use crate::services::{Database, address, eventually, redis_address, shared};
 use crate::stage::Stage;
 
 const SOON: Duration = Duration::from_secs(20);
 
 pub const MAKE_PUBLICATION: &str = "create publication lanebridge_wal for table only lanebridge.events
     with (publish = 'insert', publish_via_partition_root = true)";
+
+/// Whether `make soak` asked for the long versions.
+pub fn soak() -> bool {
+    std::env::var("LB_SOAK").is_ok()
+}
 
 /// How bridges learn of deliveries at present.
 pub async fn source(client: &Client) -> Option<String> {
@@ -94,7 +100,8 @@ async fn a_stream_that_comes_and_goes_costs_nothing(server: &str) {
     let destinations = Destination::all().await;
     let setup = watchful(Setup::new(&database.url(), &destinations, ""));
     setup.run(&["migrate"]);
-    let load = Load { seed: seed(), writers: 4, keys: 100, events: 6_000 };
+    let events = if soak() { 100_000 } else { 6_000 };
+    let load = Load { seed: seed(), writers: 4, keys: 100, events };
     let mut rng = StdRng::seed_from_u64(load.seed);
     let bridge = setup.start();
     streams(&client).await;
@@ -162,7 +169,7 @@ async fn a_stream_that_comes_and_goes_costs_nothing_on_postgres_18() {
 async fn starts_and_stops_under_load_join_stream_and_poll_without_a_gap() {
     let stage = Stage::new([Destination::redis()]).await;
     let Stage { database, client, destinations, setup, .. } = &stage;
-    let rounds = if std::env::var("LB_SOAK").is_ok() { 300 } else { 30 };
+    let rounds = if soak() { 300 } else { 30 };
     let stop = Arc::new(AtomicUsize::new(0));
     let load = Load { seed: seed(), writers: 2, keys: 20, events: usize::MAX / 2 };
     let mut rng = StdRng::seed_from_u64(load.seed);
@@ -254,6 +261,39 @@ async fn what_was_deleted_by_its_own_transaction_is_never_sent() {
     assert!(received.iter().all(|got| got.payload == b"real"), "a phantom was sent");
     let left: i64 = client.query_one("select count(*) from lanebridge.events where seq < 0", &[]).await.unwrap().get(0);
     assert_eq!(left, 0, "canaries leave nothing behind");
+    stage.end().await;
+}
+
+/// R1: a payload of the stream is no permission. What an operator took away while it was queued is not sent, although
+/// a poll saw it and the payload is there: that poll is too old.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_an_operator_took_away_while_it_waited_is_not_sent() {
+    let marker = format!("first-{}", rand::random::<u32>());
+    let mut proxy = Proxy::holding(redis_address(), &marker).await;
+    let (redis, through) = (address("LB_REDIS_URL"), format!("redis://{}", proxy.address));
+    let stage = Stage::with([Destination::redis()], |setup| {
+        let setup = setup.with(&redis, &through).with("batches_in_flight = 2", "batches_in_flight = 1");
+        setup.with("batch = 100", "batch = 1").with("\"50ms\"", "\"10ms\"")
+    })
+    .await;
+    let Stage { client, destinations, setup, .. } = &stage;
+    let bridge = setup.start();
+    streams(client).await;
+    client.execute("select lanebridge.publish('order.x', $1, 'a')", &[&marker]).await.unwrap();
+    proxy.held().await;
+    let publish = "select lanebridge.publish('order.x', 'p', 'b')";
+    let taken: i64 = client.query_one(publish, &[]).await.unwrap().get(0);
+    // Read by then, many times over; the first one is in the way. And again until the last such read is too old.
+    let blocked = || async { tokio::time::timeout(Duration::from_secs(1), drained(client, SOON)).await.is_err() };
+    assert!(blocked().await, "the proxy holds the first delivery back");
+    client.execute("delete from lanebridge.deliveries where seq = $1", &[&taken]).await.unwrap();
+    assert!(blocked().await);
+    proxy.release();
+    drained(client, SOON).await;
+    assert!(bridge.terminate().await.success(), "{}", setup.log());
+    let received = destinations[0].read().await;
+    assert!(received.iter().all(|got| got.seq != taken), "sent although it was taken away");
+    assert_eq!(received.len(), 1);
     stage.end().await;
 }
 

@@ -11,7 +11,7 @@ use crate::proxy::Proxy;
 use crate::server::Server;
 use crate::services::{address, eventually, redis_address, shared};
 use crate::stage::Stage;
-use crate::wal::{end_walsender, source, streams, watchful};
+use crate::wal::{end_walsender, soak, source, streams, watchful};
 
 const SOON: Duration = Duration::from_secs(30);
 /// What the contract promises.
@@ -27,7 +27,7 @@ async fn retained(client: &Client) -> Option<i64> {
 /// H26, H28, R12: a broker that takes nothing keeps deliveries back, never log. Ten minutes with LB_SOAK=1.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_blackholed_broker_pins_no_log() {
-    let long = Duration::from_secs(if std::env::var("LB_SOAK").is_ok() { 600 } else { 15 });
+    let long = Duration::from_secs(if soak() { 600 } else { 15 });
     let marker = format!("blackhole-{}", rand::random::<u32>());
     let mut proxy = Proxy::holding(redis_address(), &marker).await;
     let through = format!("redis://{}", proxy.address);
