@@ -17,9 +17,10 @@ language sql set search_path = pg_catalog, pg_temp as $$
 $$;
 
 -- A row that the stream shows and no snapshot ever sees: it is deleted in the transaction that inserts it. Whoever
--- does not get it back does not get events either. Never published, so it has no number of the sequence.
+-- does not get it back does not get events either. Never published, so it has no number of the sequence. Definer: a bridge
+-- needs no right to insert events for it.
 create function {schema}.{p}canary(p_mark bigint) returns void
-language plpgsql set search_path = pg_catalog, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pg_temp set row_security = off as $$
 declare
     v_now timestamptz := clock_timestamp();
 begin

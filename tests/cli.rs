@@ -154,7 +154,17 @@ async fn doctor_names_what_is_wrong_and_the_line_that_fixes_it() {
         create table lanebridge.events_default partition of lanebridge.events default",
     )
     .await;
-    let rows = serde_json::from_slice::<Value>(&it.run(&["doctor", "--json"]).stdout).unwrap();
+    let doctor = async || serde_json::from_slice::<Value>(&it.run(&["doctor", "--json"]).stdout).unwrap();
+    let rows = doctor().await;
+    let state = |rows: &Value, what: &str| {
+        let row = rows.as_array().unwrap().iter().find(|row| row["what"] == what).unwrap().clone();
+        (row["state"].as_str().unwrap().to_owned(), row["fix"].as_str().unwrap().to_owned())
+    };
+    assert_eq!(state(&rows, "stream"), ("ok".to_owned(), String::new()));
+    sql(&it.url(), "drop publication lanebridge_wal").await;
+    // Polling works as well, so it is no problem unless the log was asked for.
+    let (stream, fix) = state(&doctor().await, "stream");
+    assert!(stream == "weak" && fix.starts_with("CREATE PUBLICATION"), "{stream}: {fix}");
     let problem = rows.as_array().unwrap().iter().find(|row| row["state"] == "problem").unwrap();
     assert_eq!(problem["what"], "partitions");
     assert!(problem["fix"].as_str().unwrap().contains("ensure_partitions"), "{problem}");

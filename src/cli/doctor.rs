@@ -4,10 +4,11 @@ use clap::Args;
 
 use super::{cell, counted, print, table};
 use crate::bridge;
-use crate::config::{self, Config};
+use crate::config::{self, Config, SourceKind};
 use crate::db::{self, Client, Connector, Names, Session, operate};
 use crate::error::{Error, Result};
 use crate::sinks::Severity;
+use crate::sources::wal;
 
 /// Partitions are made three days ahead; a day less is a sign that nobody makes them.
 const DAYS_AHEAD: i32 = 2;
@@ -84,6 +85,7 @@ impl Doctor {
                 report.add("schema", "ok", "current", "");
                 let examined = examine(&client, &names, config, &mut report).await;
                 report.take("schema", examined);
+                stream(&connector, &client, &names, config, &mut report).await;
             }
         }
         sinks(config, &mut report).await;
@@ -152,6 +154,23 @@ async fn examine(client: &Client, names: &Names, config: &Config, report: &mut R
         }
     }
     Ok(())
+}
+
+/// Whether the write-ahead log can wake the bridge. Polling works as well, so its lack is a problem only where it was
+/// asked for.
+async fn stream(connector: &Connector, client: &Client, names: &Names, config: &Config, report: &mut Report) {
+    if config.bridge.source == SourceKind::Poll {
+        return;
+    }
+    match wal::can_stream(connector, client, names).await {
+        Ok(()) => report.add("stream", "ok", "the write-ahead log can be read", ""),
+        Err(error) => {
+            let text = error.report();
+            let (detail, fix) = text.split_once("; hint: ").unwrap_or((&text, ""));
+            let state = if config.bridge.source == SourceKind::Wal { "problem" } else { "weak" };
+            report.add("stream", state, format!("{detail}; the bridge polls"), fix);
+        }
+    }
 }
 
 async fn sinks(config: &Config, report: &mut Report) {

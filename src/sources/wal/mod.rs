@@ -12,4 +12,4 @@ mod reader;
 mod supply;
 
 pub(crate) use feed::{Feed, Standing, Touch};
-pub(crate) use supply::{Setup, start};
+pub(crate) use supply::{Setup, can_stream, start};

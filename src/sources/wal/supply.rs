@@ -170,54 +170,9 @@ impl Supply {
     async fn begin(&self, slot: &str) -> std::result::Result<(Client, Replication), (Error, Wait)> {
         let control = self.setup.connector.connect("stream", Session::Work).await;
         let control = control.map_err(|error| (error, Wait::Soon))?;
-        self.check(&control).await?;
+        check(&control, &self.setup.names).await.map_err(|error| (error, Wait::Later))?;
         let stream = self.open(&control, slot).await?;
         Ok((control, stream))
-    }
-
-    /// Whether the server and the publication can give us events at all.
-    async fn check(&self, control: &Client) -> std::result::Result<(), (Error, Wait)> {
-        let publication = self.setup.names.publication();
-        let sql = self.setup.names.render(CHECK);
-        let row = control.query_one(&sql, &[&publication]).await;
-        let row = row.map_err(|error| (error, Wait::Later))?;
-        let is = |column: usize| row.try_get::<_, bool>(column).unwrap_or(false);
-        let level: &str = row.try_get(0).unwrap_or("?");
-        let table = self.setup.names.render("{schema}.{p}events");
-        let quoted = quote(&publication);
-        let problem = |what: String, hint: String| Err((Error::new(what).hint(hint), Wait::Later));
-        if level != "logical" {
-            return problem(
-                format!("wal_level is {level}"),
-                "ALTER SYSTEM SET wal_level = logical, then restart the server".to_owned(),
-            );
-        }
-        let with = "WITH (publish = 'insert', publish_via_partition_root = true)";
-        if !is(1) {
-            return problem(
-                format!("the publication {quoted} is not there"),
-                format!("CREATE PUBLICATION {quoted} FOR TABLE ONLY {table} {with}"),
-            );
-        }
-        if !is(4) {
-            return problem(
-                format!("the publication {quoted} does not have the table {table}"),
-                format!("ALTER PUBLICATION {quoted} ADD TABLE ONLY {table}"),
-            );
-        }
-        if !is(2) || !is(3) {
-            return problem(
-                format!("the publication {quoted} was altered: it publishes no inserts, or not as rows of the parent"),
-                format!("ALTER PUBLICATION {quoted} SET (publish = 'insert', publish_via_partition_root = true)"),
-            );
-        }
-        if is(5) || is(6) {
-            return problem(
-                format!("the publication {quoted} has a row filter or a list of columns"),
-                format!("ALTER PUBLICATION {quoted} SET TABLE ONLY {table}"),
-            );
-        }
-        Ok(())
     }
 
     /// A connection with its slot, streaming.
@@ -284,8 +239,8 @@ impl Supply {
         let mut counted = (0, 0);
         loop {
             ticks.tick().await;
-            if let Err(problem) = self.check(control).await {
-                return problem;
+            if let Err(error) = check(control, &self.setup.names).await {
+                return (error, Wait::Later);
             }
             let mark = -rand::rng().random_range(1..i64::MAX);
             let sent = control.execute(&self.setup.names.render(CANARY), &[&mark]).await;
@@ -386,6 +341,61 @@ impl Supply {
             Err(error) => tracing::debug!(error = %error.report(), "could not report the source"),
         }
     }
+}
+
+/// Whether the server and the publication can give us events at all.
+///
+/// # Errors
+/// What is wrong, and the statement that mends it.
+async fn check(control: &Client, names: &Names) -> Result<()> {
+    let publication = names.publication();
+    let row = control.query_one(&names.render(CHECK), &[&publication]).await?;
+    let is = |column: usize| row.try_get::<_, bool>(column).unwrap_or(false);
+    let level: &str = row.try_get(0).unwrap_or("?");
+    let table = names.render("{schema}.{p}events");
+    let quoted = quote(&publication);
+    let problem = |what: String, hint: String| Err(Error::new(what).hint(hint));
+    if level != "logical" {
+        let hint = "ALTER SYSTEM SET wal_level = logical, then restart the server".to_owned();
+        return problem(format!("wal_level is {level}"), hint);
+    }
+    let options = "(publish = 'insert', publish_via_partition_root = true)";
+    if !is(1) {
+        return problem(
+            format!("the publication {quoted} is not there"),
+            format!("CREATE PUBLICATION {quoted} FOR TABLE ONLY {table} WITH {options}"),
+        );
+    }
+    if !is(4) {
+        return problem(
+            format!("the publication {quoted} does not have the table {table}"),
+            format!("ALTER PUBLICATION {quoted} ADD TABLE ONLY {table}"),
+        );
+    }
+    if !is(2) || !is(3) {
+        return problem(
+            format!("the publication {quoted} was altered: it publishes no inserts, or not as rows of the parent"),
+            format!("ALTER PUBLICATION {quoted} SET {options}"),
+        );
+    }
+    if is(5) || is(6) {
+        return problem(
+            format!("the publication {quoted} has a row filter or a list of columns"),
+            format!("ALTER PUBLICATION {quoted} SET TABLE ONLY {table}"),
+        );
+    }
+    Ok(())
+}
+
+/// Tries what a stream needs, as far as that leaves nothing behind: server, publication, and the right to log in.
+///
+/// # Errors
+/// What is missing, and the statement or setting that gives it.
+pub(crate) async fn can_stream(connector: &Connector, control: &Client, names: &Names) -> Result<()> {
+    check(control, names).await?;
+    let stream = connector.replicate("doctor", &[]).await.map_err(|error| explain(error).0)?;
+    stream.end().await;
+    Ok(())
 }
 
 /// What a person has to change, for answers that say so.
