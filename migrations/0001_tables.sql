@@ -14,9 +14,9 @@ create table {schema}.{p}installation (
     key_lock_class    integer     not null default (1000000000 + pg_catalog.random() * 1000000000)::integer,
     -- Written by the bridge from its configuration; read by every publish.
     max_payload_bytes integer     not null default 1048576 check (max_payload_bytes between 1 and 268435456),
-    -- Whether publishing notifies (wake_up = "notify"); off by default because NOTIFY breaks two-phase commit and
-    -- serialises commits.
-    notify            boolean     not null default false,
+    -- Publishing notifies until then; a bridge with wake_up = "notify" moves it ahead while it listens. Never by
+    -- default, because NOTIFY breaks two-phase commit and serialises commits.
+    listening_until   timestamptz not null default '-infinity',
     created_at        timestamptz not null default pg_catalog.clock_timestamp()
 );
 insert into {schema}.{p}installation default values;

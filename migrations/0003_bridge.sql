@@ -40,6 +40,16 @@ begin
        and l.classid::bigint = i.owner_lock_class and l.objid::bigint between 0 and 255;
 end $$;
 
+-- Says that this session listens for another while, so that publishers notify, and whether it does: DISCARD ALL or a
+-- pooler may have ended it. Writes at most every half of that while; a publisher reads the row and never waits for it.
+create function {schema}.{p}listening(p_seconds integer) returns boolean
+language plpgsql set search_path = pg_catalog, pg_temp as $$
+begin
+    update {schema}.{p}installation set listening_until = clock_timestamp() + make_interval(secs => p_seconds)
+     where listening_until < clock_timestamp() + make_interval(secs => p_seconds / 2.0);
+    return exists (select from pg_listening_channels() c where c = {schema}.{p}channel());
+end $$;
+
 -- Tries the advisory locks of the lanes asked for; returns those that the session now holds and did not before.
 create function {schema}.{p}lock_lanes(p_lanes smallint[]) returns setof smallint
 language sql set search_path = pg_catalog, pg_temp as $$
@@ -337,7 +347,7 @@ begin
          where n.nspname = '{schema_text}' and p.proname in (select '{p_text}' || name from pg_catalog.unnest(array[
              'key_lock_limit', 'headers_problem', 'event_problem', 'takes', 'handlers_problem', 'handler_ids', 'held_keys',
              'notify', 'channel', 'republish', 'publish_one', 'insert_batch', 'publish_batch', 'publish', 'publish_many', 'fence', 'register_bridge',
-             'heartbeat', 'lock_lanes', 'take_lanes', 'leave', 'complete', 'retry', 'bury', 'promote',
+             'heartbeat', 'listening', 'lock_lanes', 'take_lanes', 'leave', 'complete', 'retry', 'bury', 'promote',
              'register_handlers', 'requeue', 'ensure_partitions', 'drop_partitions']) name)
     loop
         execute pg_catalog.format('revoke all on function %s from public', f);

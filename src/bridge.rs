@@ -28,10 +28,9 @@ const CLOSE: Duration = Duration::from_secs(2);
 const REGISTER_HANDLERS: &str = "select name, id from {schema}.{p}register_handlers($1)";
 /// $1 names of the configuration.
 const OTHER_HANDLERS: &str = "select name from {schema}.{p}handlers where name <> all ($1) order by name";
-/// $1 payload limit, $2 notify; writes only what differs, so that a restart locks nothing.
+/// $1 payload limit; writes only what differs, so that a restart locks nothing.
 const SETTINGS: &str = "
-update {schema}.{p}installation set max_payload_bytes = $1, notify = $2
- where (max_payload_bytes, notify) is distinct from ($1, $2)";
+update {schema}.{p}installation set max_payload_bytes = $1 where max_payload_bytes is distinct from $1";
 
 /// How `run` was asked to run.
 #[derive(Clone, Copy, Debug)]
@@ -195,7 +194,7 @@ async fn prepare(
 /// When the database refused, e.g. for lack of a privilege.
 pub(crate) async fn register(config: &Config, session: &Client, names: &Names) -> Result<BTreeMap<String, i32>> {
     let limit = i32::try_from(config.postgres.max_payload_bytes).unwrap_or(i32::MAX);
-    session.execute(&names.render(SETTINGS), &[&limit, &(config.bridge.wake_up == WakeUp::Notify)]).await?;
+    session.execute(&names.render(SETTINGS), &[&limit]).await?;
     let handlers: Vec<serde_json::Value> = config.handlers.values().map(describe).collect();
     let rows = session.query(&names.render(REGISTER_HANDLERS), &[&serde_json::Value::from(handlers)]).await?;
     let mut ids = BTreeMap::new();

@@ -46,7 +46,7 @@ async fn execute_is_enough_to_publish_and_for_nothing_else(db: &Installation) {
            select lanebridge.publish_batch('{t,t}', '{p,p}', '{t,t}', '{k,l}', null, '{x,z}', null, null)"#,
     )
     .await;
-    run(&admin, "update lanebridge.installation set notify = true").await;
+    run(&admin, "select lanebridge.listening(60)").await;
     run(&client, "select lanebridge.publish('t', 'p', 'k', id => 'x')").await;
     let others: Vec<String> = all(
         &admin,

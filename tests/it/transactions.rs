@@ -17,6 +17,9 @@ on_every_server!(
     triggers_and_cursors_may_publish,
     nothing_is_notified_unless_asked_for,
     a_notification_comes_with_the_commit_when_asked_for,
+    publishers_notify_only_while_somebody_listens,
+    a_listener_makes_no_publisher_wait,
+    publishers_together_notify_at_most_every_ten_milliseconds,
     other_names_and_two_installations_do_not_meet,
     a_pooler_in_transaction_mode_is_no_obstacle,
 );
@@ -292,6 +295,11 @@ async fn triggers_and_cursors_may_publish(db: &Installation) {
 
 /// Channels that `sql` notified, as a listening session sees them.
 async fn notified(db: &Installation, sql: &str) -> Vec<String> {
+    notified_during(db, async { sql }).await
+}
+
+/// Channels that were notified by `publishing` and by the last statement, which it returns.
+async fn notified_during(db: &Installation, publishing: impl Future<Output = &str>) -> Vec<String> {
     let (client, mut connection) = tokio_postgres::connect(&db.url(), NoTls).await.unwrap();
     let (sender, mut receiver) = tokio::sync::mpsc::unbounded_channel();
     tokio::spawn(async move {
@@ -303,7 +311,8 @@ async fn notified(db: &Installation, sql: &str) -> Vec<String> {
     });
     let channel: String = one(&client, "select lanebridge.channel()").await;
     run(&client, &format!(r#"listen "{channel}"; listen fence"#)).await;
-    run(&db.connect().await, sql).await;
+    let last = publishing.await;
+    run(&db.connect().await, last).await;
     // Notifications come in order, so that all there are come before this one.
     run(&client, "notify fence").await;
     let mut channels = Vec::new();
@@ -322,7 +331,7 @@ async fn nothing_is_notified_unless_asked_for(db: &Installation) {
 }
 
 async fn a_notification_comes_with_the_commit_when_asked_for(db: &Installation) {
-    run(&db.connect().await, "update lanebridge.installation set notify = true").await;
+    run(&db.connect().await, "select lanebridge.listening(60)").await;
     assert_eq!(notified(db, "select lanebridge.publish('t', 'p', 'k')").await, ["lanebridge.deliveries"]);
     run(&db.connect().await, "select setval('lanebridge.notify_clock', 0)").await;
     let many = r#"select lanebridge.publish_many('[{"type": "t", "payload": 1}, {"type": "t", "payload": 1}]')"#;
@@ -330,11 +339,65 @@ async fn a_notification_comes_with_the_commit_when_asked_for(db: &Installation) 
     let rolled_back =
         "begin; select setval('lanebridge.notify_clock', 0); select lanebridge.publish('t', 'p'); rollback";
     assert_eq!(notified(db, rolled_back).await, [""; 0]);
+    run(&db.connect().await, "select setval('lanebridge.notify_clock', 0)").await;
+    let delayed = r#"select lanebridge.publish('t', 'p', deliver_at => now() + interval '1 h');
+        select lanebridge.publish_many('[{"type": "t", "payload": 1, "deliver_at": "2999-01-01"}]')"#;
+    assert_eq!(notified(db, delayed).await, [""; 0], "nobody is woken for what is delayed");
+    let mixed = r#"select lanebridge.publish_many('[{"type": "t", "payload": 1, "deliver_at": "2999-01-01"}, {"type": "t", "payload": 1}]')"#;
+    assert_eq!(notified(db, mixed).await, ["lanebridge.deliveries"]);
     // A clock that was set back must not silence everybody until it has caught up.
     let soon =
         "select setval('lanebridge.notify_clock', (extract(epoch from clock_timestamp()) * 1000)::bigint + 60000);
                 select lanebridge.publish('t', 'p')";
     assert_eq!(notified(db, soon).await, ["lanebridge.deliveries"]);
+}
+
+// The lease lapses when nobody moves it ahead; who does not listen does not shorten it for those who do.
+async fn publishers_notify_only_while_somebody_listens(db: &Installation) {
+    let client = db.connect().await;
+    let publish = "select lanebridge.publish('t', 'p'); select setval('lanebridge.notify_clock', 0)";
+    run(&client, "select lanebridge.listening(600)").await;
+    assert!(!one::<bool>(&client, "select lanebridge.listening(1)").await, "this session does not listen");
+    assert_eq!(notified(db, publish).await, ["lanebridge.deliveries"], "the longer lease holds");
+    run(&client, "update lanebridge.installation set listening_until = clock_timestamp()").await;
+    assert_eq!(notified(db, publish).await, [""; 0]);
+    run(&client, r#"listen "lanebridge.deliveries""#).await;
+    assert!(one::<bool>(&client, "select lanebridge.listening(60)").await);
+    assert_eq!(notified(db, publish).await, ["lanebridge.deliveries"]);
+    run(&client, "discard all").await;
+    assert!(!one::<bool>(&client, "select lanebridge.listening(60)").await);
+}
+
+// A publisher reads the lease; the one who moves it ahead must never make it wait.
+async fn a_listener_makes_no_publisher_wait(db: &Installation) {
+    let mut client = db.connect().await;
+    let moving = client.transaction().await.unwrap();
+    moving.batch_execute("select lanebridge.listening(60)").await.unwrap();
+    run(&db.connect().await, "set lock_timeout = '100ms'; select lanebridge.publish('t', 'p', 'k')").await;
+    moving.rollback().await.unwrap();
+}
+
+// At most a hundred a second over all sessions, whatever they publish.
+async fn publishers_together_notify_at_most_every_ten_milliseconds(db: &Installation) {
+    run(&db.connect().await, "select lanebridge.listening(600)").await;
+    let began = std::time::Instant::now();
+    let publishing = async {
+        let mut clients = tokio::task::JoinSet::new();
+        for _ in 0..6 {
+            let client = db.connect().await;
+            clients.spawn(async move {
+                for _ in 0..150 {
+                    client.batch_execute("select lanebridge.publish('t', 'p')").await.unwrap();
+                }
+            });
+        }
+        clients.join_all().await;
+        "select 1"
+    };
+    let count = notified_during(db, publishing).await.len();
+    let most = began.elapsed().as_millis() / 10 + 1;
+    // Two that look at the same moment both speak, which is rare.
+    assert!(count > 0 && count as u128 <= most + most / 4 + 3, "{count} notifications, {most} at most");
 }
 
 // B20.
