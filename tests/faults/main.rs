@@ -20,6 +20,7 @@ mod publishers;
 mod server;
 mod services;
 mod stage;
+mod versions;
 mod wal;
 mod wal_costs;
 mod wal_refusals;

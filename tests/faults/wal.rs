@@ -49,7 +49,7 @@ fn patient(setup: Setup) -> Setup {
 }
 
 /// How many deliveries the stream brought the payload of, as the bridge says when it stops.
-fn streamed(log: &str) -> usize {
+pub fn streamed(log: &str) -> usize {
     let (_, after) = log.rsplit_once("streamed=").expect("a bridge that stopped");
     after.split_whitespace().next().unwrap().parse().unwrap()
 }

@@ -12,9 +12,10 @@ use crate::services::{Database, connect, eventually};
 /// For what must happen, given time; never waited out by a test that passes.
 pub const SOON: Duration = Duration::from_secs(20);
 
-/// Runs each named test on every server version.
+/// Runs each named test on the oldest, the most common and the newest server version.
 macro_rules! on_every_server {
     ($($rule:ident),+ $(,)?) => {
+        on_every_server!(postgres_14 "LB_POSTGRES14_URL" $($rule)+);
         on_every_server!(postgres_15 "LB_POSTGRES_URL" $($rule)+);
         on_every_server!(postgres_18 "LB_POSTGRES18_URL" $($rule)+);
     };

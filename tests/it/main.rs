@@ -1,5 +1,5 @@
 //! The contract against real servers, one module per subject. Every test is named after the rule that it proves, and
-//! runs on PostgreSQL 15 and 18, in a database of its own.
+//! runs on PostgreSQL 14, 15 and 18, in a database of its own; the versions between have `tests/faults/versions.rs`.
 
 #![allow(clippy::unwrap_used, reason = "a failed test ends with the line that failed")]
 
