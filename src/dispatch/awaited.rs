@@ -58,6 +58,10 @@ impl Awaited {
         self.pairs.get(&(lane, handler)).is_some_and(|wait| wait.due <= now)
     }
 
+    pub(crate) fn due(&self, now: Instant) -> impl Iterator<Item = (i16, i32)> {
+        self.pairs.iter().filter(move |(_, wait)| wait.due <= now).map(|(pair, _)| *pair)
+    }
+
     pub(crate) fn next_due(&self) -> Option<Instant> {
         self.pairs.values().map(|wait| wait.due).min()
     }
@@ -70,8 +74,8 @@ impl Awaited {
     }
 
     /// No room for it: the read that comes with the next free place finds it.
-    pub(crate) fn forget(&mut self, lane: i16, handler: i32) -> bool {
-        self.pairs.remove(&(lane, handler)).is_some()
+    pub(crate) fn forget(&mut self, lane: i16, handler: i32) {
+        self.pairs.remove(&(lane, handler));
     }
 
     /// Takes what a read above `after` saw: what it found, or what cannot come any more, is not waited for.

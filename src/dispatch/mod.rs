@@ -36,7 +36,9 @@ use plan::{Answer, Batch, Plan};
 
 /// Wait after a failed database call before the next of its kind.
 const DATABASE_PAUSE: Duration = Duration::from_millis(250);
-/// Longest rest between two polls that the stream causes.
+/// Outcomes that are written without a rest.
+const MANY_OUTCOMES: usize = 500;
+/// Longest rest between two polls that the stream causes, and between two writes of outcomes.
 const LONGEST_REST: Duration = Duration::from_millis(20);
 /// Held deliveries promoted per poll.
 const PROMOTE: i32 = 1000;
@@ -117,6 +119,8 @@ pub(crate) async fn run(
         polling: false,
         writing: false,
         woken: true,
+        wrote_at: Instant::now(),
+        write_after: Instant::now(),
         polled_at: Instant::now(),
         look_after: Instant::now(),
         pause_until: None,
@@ -134,7 +138,7 @@ pub(crate) async fn run(
     loop {
         let now = Instant::now();
         let draining = deadline.is_some();
-        run.start_writing();
+        run.start_writing(now, draining);
         if draining {
             if run.plan.is_drained() && !run.writing {
                 return Ok((Ended::Drained, run.plan.totals()));
@@ -184,6 +188,9 @@ struct Loop {
     writing: bool,
     /// A full poll is wanted.
     woken: bool,
+    /// When the write that is under way, or the last one, began, and when the next may: like the polls.
+    wrote_at: Instant,
+    write_after: Instant,
     /// When the poll that is under way, or the last one, began.
     polled_at: Instant,
     /// The stream alone causes no poll before: as long as the last one took, so that under load each finds many
@@ -217,8 +224,11 @@ impl Loop {
         let trial = self.plan.next_trial().filter(|trial| *trial > now).unwrap_or(far);
         let pause = self.pause_until.filter(|until| *until > now).unwrap_or(far);
         let look = self.plan.next_look().filter(|_| !self.polling && !draining);
-        let look = look.map_or(far, |due| due.max(self.look_after).max(self.pause_until.unwrap_or(now)).max(now));
-        trial.min(pause).min(look).min(far)
+        let unpaused = self.pause_until.unwrap_or(now).max(now);
+        let look = look.map_or(far, |due| due.max(self.look_after).max(unpaused));
+        let write =
+            if self.writing || self.plan.unwritten_outcomes() == 0 { far } else { self.write_after.max(unpaused) };
+        trial.min(pause).min(look).min(write).min(far)
     }
 
     fn ownership(&mut self, news: Ownership) {
@@ -255,7 +265,7 @@ impl Loop {
     }
 
     fn start_polling(&mut self, now: Instant) {
-        if self.polling || self.paused(now) || self.plan.lanes().is_empty() {
+        if self.polling || self.paused(now) || self.plan.owns_none() {
             return;
         }
         let all = self.woken;
@@ -311,8 +321,11 @@ impl Loop {
         }
     }
 
-    fn start_writing(&mut self) {
-        if self.writing || self.paused(Instant::now()) {
+    fn start_writing(&mut self, now: Instant, draining: bool) {
+        if self.writing || self.paused(now) {
+            return;
+        }
+        if now < self.write_after && !draining && self.plan.unwritten_outcomes() < MANY_OUTCOMES {
             return;
         }
         let outcomes = self.plan.outcomes();
@@ -320,6 +333,7 @@ impl Loop {
             return;
         }
         self.writing = true;
+        self.wrote_at = now;
         let epoch = self.plan.epoch();
         let links = Arc::clone(&self.links);
         let doing = Doing::Write { epoch, outcomes: outcomes.clone() };
@@ -400,6 +414,8 @@ impl Loop {
             }
             Done::Written { epoch, outcomes, result } => {
                 self.writing = false;
+                let now = Instant::now();
+                self.write_after = now + now.duration_since(self.wrote_at).min(LONGEST_REST);
                 match result {
                     Ok(missing) => {
                         for missing in &missing {
@@ -510,7 +526,7 @@ impl Loop {
         if self.complete_rounds >= 2 && !self.writing {
             return Ok(Some(Ended::Drained));
         }
-        if self.plan.is_idle() && !self.polling && !self.plan.lanes().is_empty() {
+        if self.plan.is_idle() && !self.polling && !self.plan.owns_none() {
             if self.complete_rounds == 0 {
                 self.plan.start_sweep();
             }

@@ -103,6 +103,8 @@ pub(crate) struct Plan {
     /// Where the newest window's versions began.
     versions: u64,
     lanes: BTreeSet<i16>,
+    /// Windows that a read at once would bring something for, apart from room: more rows, or a sweep under way.
+    hungry: BTreeSet<(i16, i32)>,
     /// What the stream showed and no read has seen yet.
     awaited: Awaited,
     /// (xid, last_seq) pairs whose transactions have not all ended yet, oldest first.
@@ -130,6 +132,7 @@ impl Plan {
             windows: HashMap::new(),
             versions: 0,
             lanes: BTreeSet::new(),
+            hungry: BTreeSet::new(),
             awaited: Awaited::default(),
             marks: VecDeque::new(),
             settled: 0,
@@ -146,6 +149,15 @@ impl Plan {
 
     pub(crate) fn epoch(&self) -> i64 {
         self.epoch
+    }
+
+    pub(crate) fn owns_none(&self) -> bool {
+        self.lanes.is_empty()
+    }
+
+    /// Outcomes that wait to be written.
+    pub(crate) fn unwritten_outcomes(&self) -> usize {
+        self.pending.len()
     }
 
     pub(crate) fn lanes(&self) -> Vec<i16> {
@@ -173,6 +185,7 @@ impl Plan {
         self.pending = Outcomes::default();
         self.lanes.clear();
         self.windows.clear();
+        self.hungry.clear();
         self.awaited.clear();
         self.marks.clear();
         self.settled = 0;
@@ -212,8 +225,19 @@ impl Plan {
     }
 
     pub(crate) fn start_sweep(&mut self) {
-        for window in self.windows.values_mut() {
+        for (pair, window) in &mut self.windows {
             window.start_sweep();
+            self.hungry.insert(*pair);
+        }
+    }
+
+    /// Call after what may have made a window want more, or no more.
+    fn look_at(&mut self, pair: (i16, i32)) {
+        let wants = self.windows.get(&pair).is_some_and(|window| window.has_more() || window.sweep().is_some());
+        if wants {
+            self.hungry.insert(pair);
+        } else {
+            self.hungry.remove(&pair);
         }
     }
 
@@ -224,6 +248,7 @@ impl Plan {
                 && !self.awaited.add(touch, now)
             {
                 window.expect_more();
+                self.hungry.insert((touch.lane, touch.handler));
             }
         }
     }
@@ -244,7 +269,8 @@ impl Plan {
 
     /// Whether reading again at once would bring something: a page was cut, or a sweep is under way.
     pub(crate) fn wants_more(&self) -> bool {
-        self.windows.iter().any(|(&(_, handler), window)| {
+        let wanting = self.hungry.iter().filter_map(|pair| Some((pair.1, self.windows.get(pair)?)));
+        wanting.into_iter().any(|(handler, window)| {
             (window.sweep().is_some() && window.queued() < 2 * QUEUE)
                 || (window.has_more() && self.handlers.get(&handler).is_some_and(|state| room(state, window) > 0))
         })
@@ -253,17 +279,18 @@ impl Plan {
     /// What to read: every window with room, or with `all` false only those known to have more or touched by the
     /// stream.
     pub(crate) fn asks(&mut self, all: bool, now: Instant) -> Vec<Ask> {
-        self.windows.values_mut().for_each(Window::asked);
-        for (&(lane, handler), window) in &mut self.windows {
-            let full = self.handlers.get(&handler).is_some_and(|state| room(state, window) == 0);
-            if full && self.awaited.is_due(lane, handler, now) {
-                self.awaited.forget(lane, handler);
-                window.expect_more();
-            }
-        }
-        let mut asks = Vec::new();
-        for (&(lane, handler), window) in &self.windows {
-            let Some(state) = self.handlers.get(&handler) else { continue };
+        let pairs: BTreeSet<(i16, i32)> = match all {
+            true => self.windows.keys().copied().collect(),
+            false => self.hungry.iter().copied().chain(self.awaited.due(now)).collect(),
+        };
+        let (mut asks, mut more) = (Vec::new(), Vec::new());
+        for (lane, handler) in pairs {
+            let (Some(state), Some(window)) = (self.handlers.get(&handler), self.windows.get_mut(&(lane, handler)))
+            else {
+                continue;
+            };
+            window.asked();
+            let due = self.awaited.is_due(lane, handler, now);
             let ask = |after, limit, sweep| Ask {
                 lane,
                 handler,
@@ -275,15 +302,25 @@ impl Plan {
                 sweep,
             };
             let room = room(state, window);
-            if room > 0 && (all || window.has_more() || self.awaited.is_due(lane, handler, now)) {
+            if room > 0 && (all || window.has_more() || due) {
                 self.awaited.asked(lane, handler);
                 asks.push(ask(window.bound(), window.limit(room), false));
+            } else if due {
+                // No room now: the read that comes with the next free place finds it.
+                self.awaited.forget(lane, handler);
+                more.push((lane, handler));
             }
             if let Some(after) = window.sweep()
                 && window.queued() < 2 * QUEUE
             {
                 asks.push(ask(after, QUEUE, true));
             }
+        }
+        for pair in more {
+            if let Some(window) = self.windows.get_mut(&pair) {
+                window.expect_more();
+            }
+            self.hungry.insert(pair);
         }
         asks
     }
@@ -292,6 +329,7 @@ impl Plan {
         for p in promoted {
             if let Some(window) = self.windows.get_mut(&(p.lane, p.handler)) {
                 window.rewind(p.first_seq);
+                self.hungry.insert((p.lane, p.handler));
             }
         }
     }
@@ -340,6 +378,7 @@ impl Plan {
             if window.queued() > 0 {
                 handler.ready.insert(ask.lane);
             }
+            self.look_at(pair);
         }
     }
 
@@ -458,6 +497,9 @@ impl Plan {
             if window.queued() > 0 {
                 handler.ready.insert(row.id.lane);
             }
+            if window.has_more() {
+                self.hungry.insert((row.id.lane, row.id.handler));
+            }
         }
         if unreachable {
             changes.opened = handler.breaker.unreachable(now);
@@ -500,6 +542,7 @@ impl Plan {
         for refusal in &outcomes.refused {
             if let Some(window) = self.windows.get_mut(&(refusal.id.lane, refusal.id.handler)) {
                 window.held(refusal.id.seq);
+                self.hungry.insert((refusal.id.lane, refusal.id.handler));
             }
         }
         for burial in &outcomes.buried {
@@ -513,6 +556,7 @@ impl Plan {
                     window.gone(burial.id.seq);
                     window.rewind(burial.id.seq);
                 }
+                self.hungry.insert(pair);
             }
         }
     }

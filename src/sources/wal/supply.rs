@@ -19,7 +19,7 @@ use crate::error::{Class, Error, Result};
 /// Waits between streams: first and longest, for what may pass by itself and for what a person has to change.
 const SOON: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 const LATER: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
-/// A stream that lived this long ends a series of failures.
+/// A stream that lived this long ends a series of connections that broke.
 const STEADY: Duration = Duration::from_secs(10);
 /// One reason is said once in this time, however often it comes.
 const SAY_EVERY: Duration = Duration::from_secs(60);
@@ -101,14 +101,18 @@ pub(crate) fn start(setup: Setup, stop: CancellationToken) -> Result<impl Future
 }
 
 async fn supply(setup: Setup, stop: &CancellationToken) {
-    let mut supply = Supply { setup, said: None, report: Report::default() };
+    let mut supply = Supply { setup, said: None, report: Report::default(), was_up: false };
     let (mut soon, mut later) = (SOON.0, LATER.0);
     loop {
         let began = Instant::now();
         let Some((error, wait)) = supply.stream(stop).await else { return };
         supply.setup.feed.resync();
         if began.elapsed() >= STEADY {
-            (soon, later) = (SOON.0, LATER.0);
+            soon = SOON.0;
+        }
+        // It came up, so what a person had to change was changed.
+        if std::mem::take(&mut supply.was_up) {
+            later = LATER.0;
         }
         let (pause, most) = match wait {
             Wait::Soon => (&mut soon, SOON.1),
@@ -134,6 +138,8 @@ struct Supply {
     /// The reason that was logged last, and when.
     said: Option<(String, Instant)>,
     report: Report,
+    /// A canary came back from the last stream.
+    was_up: bool,
 }
 
 /// What the database was told last.
@@ -308,6 +314,7 @@ impl Supply {
     }
 
     async fn streams(&mut self, control: &Client) {
+        self.was_up = true;
         if self.report.0 != Some(("wal", None)) {
             tracing::info!("the stream of the write-ahead log is up");
             self.said = None;
