@@ -336,6 +336,9 @@ fn step(progress: &Progress, server: &str, user: &str) -> String {
     }
 }
 
+/// For a server that declined to speak TLS.
+const NO_TLS: &str = "set ssl = on in the server, or sslmode=disable where the network is trusted";
+
 fn explain(step: Step, what: String, source: tokio_postgres::Error, has_password: bool) -> Error {
     let is_database_answer = source.as_db_error().is_some();
     // The client library's own refusals (no password to send, a method it does not speak) are no I/O.
@@ -347,9 +350,7 @@ fn explain(step: Step, what: String, source: tokio_postgres::Error, has_password
         _ => failure(what, source),
     };
     match (step, error.class()) {
-        (Step::Tls, Class::Failure) if !is_io => {
-            error.hint("set ssl = on in the server, or sslmode=disable where the network is trusted")
-        }
+        (Step::Tls, Class::Failure) if !is_io => error.hint(NO_TLS),
         _ => hinted(step, error, has_password),
     }
 }
@@ -359,6 +360,7 @@ fn hinted(step: Step, error: Error, has_password: bool) -> Error {
         (Step::Authenticate, Class::Config) if !has_password && super::sqlstate(&error) != Some("3D000") => {
             error.hint("no password is configured: put it into the URL or name a password_file")
         }
+        (Step::Tls, Class::Failure) if std::error::Error::source(&error).is_none() => error.hint(NO_TLS),
         (Step::Tls, Class::Failure) => {
             error.hint("sslrootcert must name the CA that signed the server's certificate, and the host its name")
         }
@@ -374,34 +376,56 @@ fn application_name(bridge: &str, purpose: &str) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::super::test_postgres;
     use super::*;
 
-    fn connector(change: impl FnOnce(&mut config::Postgres)) -> Connector {
+    pub(in crate::db) fn connector(change: impl FnOnce(&mut config::Postgres)) -> Connector {
         let mut postgres = test_postgres();
         change(&mut postgres);
         Connector::new(&postgres, "test").unwrap()
     }
 
     /// The test server's URL with another user, host or query.
-    fn url(user: &str, host: &str, query: &str) -> Secret {
+    pub(in crate::db) fn url(user: &str, host: &str, query: &str) -> Secret {
         let target = target(&test_postgres().url).unwrap();
         let port = target.hosts[0].1;
         Secret::new(format!("postgres://{user}@{host}:{port}/{}?{query}", target.dbname))
     }
 
-    fn verified(mode: &str, ca: &str) -> String {
+    pub(in crate::db) fn verified(mode: &str, ca: &str) -> String {
         format!("sslmode={mode}&sslrootcert={ca}")
     }
 
-    fn address(name: &str) -> String {
+    pub(in crate::db) fn address(name: &str) -> String {
         std::env::var(name)
             .unwrap_or_else(|_| panic!("{name} is not set; run scripts/services up and load target/services/env"))
     }
 
-    fn tls_ca() -> String {
+    pub(in crate::db) fn tls_ca() -> String {
         address("LB_TLS_CA")
+    }
+
+    /// A way to the server whose name its certificate does not hold.
+    pub(in crate::db) async fn relay() -> std::net::SocketAddr {
+        let target = target(&test_postgres().url).unwrap();
+        let listener = tokio::net::TcpListener::bind("127.0.0.2:0").await.unwrap();
+        let relay = listener.local_addr().unwrap();
+        tokio::spawn(async move {
+            while let Ok((mut client, _)) = listener.accept().await {
+                let (host, port) = target.hosts[0].clone();
+                tokio::spawn(async move {
+                    let mut server = tokio::net::TcpStream::connect((host, port)).await.unwrap();
+                    tokio::io::copy_bidirectional(&mut client, &mut server).await
+                });
+            }
+        });
+        relay
+    }
+
+    pub(in crate::db) fn relayed(relay: &std::net::SocketAddr, query: &str) -> Secret {
+        let dbname = target(&test_postgres().url).unwrap().dbname;
+        Secret::new(format!("postgres://postgres@{relay}/{dbname}?{query}"))
     }
 
     async fn is_encrypted(client: &Client) -> bool {
@@ -573,24 +597,8 @@ mod tests {
 
     #[tokio::test]
     async fn verify_ca_ignores_the_name_and_verify_full_does_not() {
-        // A way to the server whose name its certificate does not hold.
-        let target = target(&test_postgres().url).unwrap();
-        let listener = tokio::net::TcpListener::bind("127.0.0.2:0").await.unwrap();
-        let port = listener.local_addr().unwrap().port();
-        tokio::spawn(async move {
-            while let Ok((mut client, _)) = listener.accept().await {
-                let (host, port) = target.hosts[0].clone();
-                tokio::spawn(async move {
-                    let mut server = tokio::net::TcpStream::connect((host, port)).await.unwrap();
-                    tokio::io::copy_bidirectional(&mut client, &mut server).await
-                });
-            }
-        });
-        let url = |mode: &str| {
-            let by_name = url("postgres", "127.0.0.2", &verified(mode, &tls_ca())).expose().to_owned();
-            let (head, tail) = by_name.split_once("127.0.0.2:").unwrap();
-            Secret::new(format!("{head}127.0.0.2:{port}{}", &tail[tail.find('/').unwrap()..]))
-        };
+        let relay = relay().await;
+        let url = |mode: &str| relayed(&relay, &verified(mode, &tls_ca()));
         let strict = connector(|p| p.url = url("verify-full"));
         let error = strict.connect("cli", Session::Work).await.unwrap_err();
         assert!(error.report().contains("not valid for name"), "{error:?}");

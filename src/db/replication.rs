@@ -5,6 +5,7 @@
 //! the same SCRAM, the same preparation of passwords, and through `tls.rs` the same host names.
 //! I1: a frame larger than the caller allows is skipped, never buffered (R14).
 //! I2: an error, or anything unexpected, ends the connection; nobody may go on with it (H18).
+//! I3: whatever the peer sends, memory stays within a few times [`LONGEST_MESSAGE`], or the caller's limit for a frame.
 
 use std::time::{Duration, SystemTime};
 
@@ -31,8 +32,10 @@ const WRITE: Duration = Duration::from_secs(5);
 const LEAVE: Duration = Duration::from_secs(1);
 /// Between the epochs of Unix and of Postgres.
 const POSTGRES_EPOCH_SECONDS: u64 = 946_684_800;
-/// Longest message other than a row; an error has no use for more.
+/// Longest message other than a frame, and the most that all rows of one answer may take.
 const LONGEST_MESSAGE: usize = 1 << 20;
+/// What a row takes besides its values.
+const ROW: usize = 64;
 /// Read at once.
 const READ: usize = 64 << 10;
 /// The start of a stream; `postgres-protocol` does not know it.
@@ -141,6 +144,10 @@ impl Replication {
             };
             let refused = |source| Error::config(what()).source_is(source);
             match self.message(&what).await? {
+                // Whoever cannot prove that it knows the password is not the server that was meant.
+                Message::AuthenticationOk if scram.is_some() => {
+                    return Err(self.unexpected("a welcome before its SCRAM signature"));
+                }
                 Message::AuthenticationOk | Message::ParameterStatus(_) | Message::NoticeResponse(_) => continue,
                 Message::BackendKeyData(key) => self.pid = key.process_id(),
                 Message::ReadyForQuery(_) => return Ok(()),
@@ -170,7 +177,7 @@ impl Replication {
                     frontend::sasl_response(state.message(), &mut out).map_err(refused)?;
                 }
                 Message::AuthenticationSaslFinal(body) => {
-                    let state = scram.as_mut().ok_or_else(|| self.unexpected("a SCRAM signature"))?;
+                    let mut state = scram.take().ok_or_else(|| self.unexpected("a SCRAM signature"))?;
                     state.finish(body.data()).map_err(refused)?;
                 }
                 _ => return Err(Error::config(format!("{}: a method that is not supported", what()))),
@@ -189,11 +196,15 @@ impl Replication {
         let mut out = BytesMut::new();
         frontend::query(sql, &mut out).map_err(|e| Error::new(what.clone()).source_is(e))?;
         self.write(&out).await?;
-        let mut rows = Vec::new();
+        let (mut rows, mut bytes) = (Vec::new(), 0);
         loop {
             match self.message(&|| what.clone()).await? {
                 Message::ReadyForQuery(_) => return Ok(rows),
                 Message::DataRow(row) => {
+                    bytes += row.buffer().len() + ROW;
+                    if bytes > LONGEST_MESSAGE {
+                        return Err(self.unexpected("more rows than anybody asked for"));
+                    }
                     let text = |range: Option<std::ops::Range<usize>>| {
                         Ok(range.map(|range| String::from_utf8_lossy(&row.buffer()[range]).into_owned()))
                     };
@@ -214,7 +225,7 @@ impl Replication {
         frontend::query(sql, &mut out).map_err(|e| Error::new(what.clone()).source_is(e))?;
         self.write(&out).await?;
         loop {
-            if let Some((tag, length)) = self.header()?
+            if let Some((tag, length)) = self.short()?
                 && tag == COPY_BOTH_RESPONSE
             {
                 self.fill(length).await?;
@@ -243,27 +254,30 @@ impl Replication {
     }
 
     fn frame(&mut self, most: usize) -> Result<Option<Frame>> {
-        if self.skipping > 0 {
-            let here = self.skipping.min(self.input.len());
-            self.input.advance(here);
-            self.skipping -= here;
-            return Ok((self.skipping == 0).then_some(Frame::Oversized));
-        }
-        let Some((tag, length)) = self.header()? else { return Ok(None) };
-        if tag != backend::COPY_DATA_TAG {
+        // A loop, for a peer can send thousands of notices in a row, and a stack has an end.
+        let length = loop {
+            if self.skipping > 0 {
+                let here = self.skipping.min(self.input.len());
+                self.input.advance(here);
+                self.skipping -= here;
+                return Ok((self.skipping == 0).then_some(Frame::Oversized));
+            }
+            let Some((tag, length)) = self.header()? else { return Ok(None) };
+            if tag == backend::COPY_DATA_TAG && length <= most {
+                break length;
+            }
+            if tag == backend::COPY_DATA_TAG {
+                self.skipping = length;
+                continue;
+            }
             let what = format!("Postgres at {}", self.server);
-            return match self.try_message(&what)? {
-                None => Ok(None),
-                // There may be more behind it already.
-                Some(Message::NoticeResponse(_) | Message::ParameterStatus(_)) => self.frame(most),
-                Some(Message::CopyDone) => Err(Error::transient(format!("{what} ended the stream"))),
-                Some(_) => Err(self.unexpected("a message that is no part of a stream")),
-            };
-        }
-        if length > most {
-            self.skipping = length;
-            return self.frame(most);
-        }
+            match self.try_message(&what)? {
+                None => return Ok(None),
+                Some(Message::NoticeResponse(_) | Message::ParameterStatus(_)) => {}
+                Some(Message::CopyDone) => return Err(Error::transient(format!("{what} ended the stream"))),
+                Some(_) => return Err(self.unexpected("a message that is no part of a stream")),
+            }
+        };
         if self.input.len() < length {
             self.input.reserve(length - self.input.len());
             return Ok(None);
@@ -329,12 +343,17 @@ impl Replication {
     /// Tag and length, its tag included, of the message that comes next.
     fn header(&self) -> Result<Option<(u8, usize)>> {
         let header = Header::parse(&self.input).map_err(|e| broken(format!("read from {}", self.server), e))?;
-        let Some(header) = header else { return Ok(None) };
-        let length = usize::try_from(header.len()).unwrap_or(0) + 1;
-        if header.tag() != backend::COPY_DATA_TAG && length > LONGEST_MESSAGE {
-            return Err(self.unexpected(&format!("a message of {length} bytes")));
+        Ok(header.map(|header| (header.tag(), usize::try_from(header.len()).unwrap_or(0) + 1)))
+    }
+
+    /// The same for a message that will be stored whole.
+    fn short(&self) -> Result<Option<(u8, usize)>> {
+        match self.header()? {
+            Some((_, length)) if length > LONGEST_MESSAGE => {
+                Err(self.unexpected(&format!("a message of {length} bytes")))
+            }
+            header => Ok(header),
         }
-        Ok(Some((header.tag(), length)))
     }
 
     async fn fill(&mut self, length: usize) -> Result<()> {
@@ -355,7 +374,7 @@ impl Replication {
 
     /// The next message if it is whole; an error response is an error.
     fn try_message(&mut self, what: &str) -> Result<Option<Message>> {
-        self.header()?;
+        self.short()?;
         let message = Message::parse(&mut self.input).map_err(|e| broken(what.to_owned(), e))?;
         let Some(Message::ErrorResponse(body)) = message else { return Ok(message) };
         let (mut text, mut code, mut hint) = (String::new(), String::new(), None);
@@ -405,8 +424,7 @@ async fn encrypt(mut tcp: TcpStream, host: &str, server: &str, tls: &mut MakeRus
     // One byte and no more: what came after it in clear would be taken for the encrypted server's word.
     let answer = tcp.read_u8().await.map_err(|e| broken(what(), e))?;
     if answer != b'S' {
-        return Err(Error::new(format!("{}: the server does not support it", what()))
-            .hint("set ssl = on in the server, or sslmode=disable where the network is trusted"));
+        return Err(Error::new(format!("{}: the server does not support it", what())));
     }
     let Ok(tls) = MakeTlsConnect::<TcpStream>::make_tls_connect(tls, host);
     let stream = TlsConnect::<TcpStream>::connect(tls, tcp).await.map_err(|e| broken(what(), e))?;
@@ -414,220 +432,4 @@ async fn encrypt(mut tcp: TcpStream, host: &str, server: &str, tls: &mut MakeRus
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-    use tokio::io::DuplexStream;
-
-    use super::super::{Connector, sqlstate, test_postgres};
-    use super::*;
-    use crate::config::Postgres;
-    use crate::error::Class;
-
-    const LARGEST: usize = 1000;
-
-    /// A stream that has begun, and its server's side.
-    fn pair() -> (Replication, DuplexStream) {
-        let (ours, server) = tokio::io::duplex(1 << 20);
-        let stream =
-            Replication { wire: Box::new(ours), input: BytesMut::new(), server: "h:1".into(), pid: 7, skipping: 0 };
-        (stream, server)
-    }
-
-    fn copy_data(body: &[u8]) -> Vec<u8> {
-        let mut out = vec![b'd'];
-        out.extend(u32::try_from(body.len() + 4).unwrap().to_be_bytes());
-        out.extend(body);
-        out
-    }
-
-    /// A row of the log that ends at `wal_end`.
-    fn row(wal_end: u64, message: &[u8]) -> Vec<u8> {
-        let mut body = vec![b'w'];
-        body.extend(1_u64.to_be_bytes());
-        body.extend(wal_end.to_be_bytes());
-        body.extend(0_u64.to_be_bytes());
-        body.extend(message);
-        copy_data(&body)
-    }
-
-    fn keepalive(wal_end: u64, reply: bool) -> Vec<u8> {
-        let mut body = vec![b'k'];
-        body.extend(wal_end.to_be_bytes());
-        body.extend(0_u64.to_be_bytes());
-        body.push(reply.into());
-        copy_data(&body)
-    }
-
-    /// What comes of these bytes, sent in pieces of `piece`, when the connection ends behind them.
-    async fn frames(bytes: &[u8], piece: usize) -> (Vec<Frame>, Error) {
-        let (mut stream, mut server) = pair();
-        let mut frames = Vec::new();
-        let sending = async {
-            for piece in bytes.chunks(piece.max(1)) {
-                server.write_all(piece).await.unwrap();
-                tokio::task::yield_now().await;
-            }
-            drop(server);
-        };
-        let reading = async {
-            loop {
-                match stream.next(LARGEST).await {
-                    Ok(frame) => frames.push(frame),
-                    Err(error) => return error,
-                }
-            }
-        };
-        let ((), error) = tokio::join!(sending, reading);
-        (frames, error)
-    }
-
-    #[tokio::test]
-    async fn frames_come_whole_however_the_network_cuts_them() {
-        let bytes = [row(5, b"abc"), keepalive(9, true), b"N\0\0\0\x05\0".to_vec(), row(6, b"")].concat();
-        for piece in [1, 2, 7, 1000] {
-            let (frames, error) = frames(&bytes, piece).await;
-            assert!(
-                matches!(&frames[..], [
-                Frame::Data { wal_end: 5, message },
-                Frame::Keepalive { wal_end: 9, reply: true },
-                Frame::Data { wal_end: 6, .. },
-            ] if message[..] == b"abc"[..]),
-                "{frames:?}"
-            );
-            assert_eq!(error.class(), Class::Transient);
-        }
-    }
-
-    // R14, H23: a row of a gigabyte must not become a gigabyte here.
-    #[tokio::test]
-    async fn what_is_too_large_is_skipped_and_the_next_frame_is_read() {
-        let bytes = [row(5, &[b'x'; 300_000]), row(6, b"y")].concat();
-        let (mut stream, mut server) = pair();
-        server.write_all(&bytes).await.unwrap();
-        assert!(matches!(stream.next(LARGEST).await.unwrap(), Frame::Oversized));
-        assert!(matches!(stream.next(LARGEST).await.unwrap(), Frame::Data { wal_end: 6, .. }));
-        assert!(stream.input.capacity() <= 4 * READ, "{} bytes are held", stream.input.capacity());
-    }
-
-    #[tokio::test]
-    async fn an_error_in_the_middle_keeps_its_code_and_its_class() {
-        let mut error = b"E".to_vec();
-        let fields = b"SERROR\0C57P01\0Mterminating connection\0\0";
-        error.extend(u32::try_from(fields.len() + 4).unwrap().to_be_bytes());
-        error.extend(fields);
-        let (frames, error) = frames(&[row(5, b"a"), error].concat(), 3).await;
-        assert_eq!(frames.len(), 1);
-        assert_eq!((sqlstate(&error), error.class()), (Some("57P01"), Class::Transient));
-    }
-
-    #[tokio::test]
-    async fn what_no_stream_holds_ends_it() {
-        for (bytes, says) in [
-            (b"c\0\0\0\x04".to_vec(), "ended the stream"),
-            (b"Z\0\0\0\x05I".to_vec(), "no part of a stream"),
-            (copy_data(b"?"), "a frame of kind 0x3f"),
-            (copy_data(b"w123"), "cut off"),
-            (b"N\x7f\xff\xff\xff".to_vec(), "bytes"),
-            (b"N\0\0\0\x03".to_vec(), "invalid"),
-        ] {
-            let (frames, error) = frames(&bytes, 1).await;
-            assert!(frames.is_empty() && error.report().contains(says), "{says}: {error:?}");
-        }
-    }
-
-    proptest! {
-        // A peer that is no Postgres: an error in the end, never a panic or a wait for what does not come.
-        #[test]
-        fn any_bytes_end_in_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..300), tag in 0_usize..5) {
-            let mut bytes = bytes;
-            bytes.insert(0, b"dENcS"[tag]);
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-            let (frames, _error) = runtime.block_on(frames(&bytes, 64));
-            prop_assert!(frames.len() <= bytes.len());
-        }
-    }
-
-    fn connector(change: impl FnOnce(&mut Postgres)) -> Connector {
-        let mut postgres = test_postgres();
-        change(&mut postgres);
-        Connector::new(&postgres, "test").unwrap()
-    }
-
-    /// The test server's address with another user in front and query behind.
-    fn url(user: &str, host: &str, query: &str) -> Secret {
-        let url = test_postgres().url.expose().to_owned();
-        let (_, at) = url.split_once("@127.0.0.1:").expect("the test server is on 127.0.0.1");
-        Secret::new(format!("postgres://{user}@{host}:{at}?{query}"))
-    }
-
-    const SCRAM: &str = "scram_user:p%40ss%3Aw%2Frd%231";
-
-    async fn identified(connector: &Connector) -> Vec<Option<String>> {
-        let mut stream = connector.replicate("wal", &[("wal_sender_timeout", "7000".into())]).await.unwrap();
-        assert!(stream.pid() > 0);
-        let shown = stream.ask("SHOW wal_sender_timeout").await.unwrap();
-        assert_eq!(shown, [[Some("7s".to_owned())]], "the settings are the session's");
-        stream.ask("IDENTIFY_SYSTEM").await.unwrap().remove(0)
-    }
-
-    #[tokio::test]
-    async fn it_logs_in_as_every_other_connection_does() {
-        let ca = std::env::var("LB_TLS_CA").expect("LB_TLS_CA is not set; run scripts/services up");
-        let tls = |mode: &str| format!("sslmode={mode}&sslrootcert={ca}");
-        let plain = identified(&connector(|_| {})).await;
-        assert_eq!(plain.len(), 4);
-        for url in [
-            url(SCRAM, "127.0.0.1", "sslmode=disable"),
-            url(SCRAM, "localhost", &tls("verify-full")),
-            // The certificate holds the address, and that is enough, as it is for the other connections.
-            url(SCRAM, "127.0.0.1", &tls("verify-full")),
-            url(SCRAM, "127.0.0.1", &tls("verify-ca")),
-        ] {
-            assert_eq!(identified(&connector(|p| p.url = url)).await[0], plain[0]);
-        }
-    }
-
-    #[tokio::test]
-    async fn a_socket_is_a_way_too() {
-        let client = connector(|_| {}).connect("test", super::super::Session::Work).await.unwrap();
-        let sql = "select current_setting('unix_socket_directories'), current_setting('port'), current_database()";
-        let row = client.query_one(sql, &[]).await.unwrap();
-        let (folder, port, database): (String, String, String) = (row.get(0), row.get(1), row.get(2));
-        let url = format!("postgres://postgres@/{database}?host={folder}&port={port}");
-        identified(&connector(|p| p.url = Secret::new(url))).await;
-    }
-
-    #[tokio::test]
-    async fn what_cannot_log_in_says_why_and_shows_no_password() {
-        let wrong = connector(|p| p.url = url("scram_user:canary", "127.0.0.1", "sslmode=disable"));
-        let none = connector(|p| p.url = url("scram_user", "127.0.0.1", "sslmode=disable"));
-        let unknown_ca = connector(|p| p.url = url("postgres", "localhost", "sslmode=verify-full"));
-        let standby = std::env::var("LB_STANDBY_URL").expect("LB_STANDBY_URL is not set; run scripts/services up");
-        let standby = connector(|p| p.url = Secret::new(standby));
-        for (connector, class, says) in [
-            (wrong, Class::Config, "SQLSTATE 28P01"),
-            (none, Class::Config, "hint: no password is configured"),
-            (unknown_ca, Class::Failure, "UnknownIssuer"),
-            (standby, Class::Transient, "is a standby"),
-        ] {
-            let error = connector.replicate("wal", &[]).await.err().expect("it must not log in");
-            assert_eq!(error.class(), class, "{error:?}");
-            assert!(error.report().contains(says) && !error.report().contains("canary"), "{error:?}");
-        }
-    }
-
-    #[tokio::test]
-    async fn silence_ends_by_the_connect_timeout_and_names_the_step() {
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap();
-        for (query, step) in [("sslmode=disable", "authenticate at"), ("sslmode=verify-full", "agree on TLS with")] {
-            let connector = connector(|p| {
-                p.url = Secret::new(format!("postgres://u@{address}/d?{query}"));
-                p.connect_timeout = Duration::from_millis(100);
-            });
-            let error = connector.replicate("wal", &[]).await.err().expect("nobody answers");
-            assert_eq!(error.class(), Class::Transient);
-            assert!(error.report().starts_with(&format!("{step} {address}")), "{error:?}");
-        }
-    }
-}
+mod tests;

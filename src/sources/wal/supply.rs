@@ -193,8 +193,9 @@ impl Supply {
             ("tcp_keepalives_count", "3".to_owned()),
             ("tcp_user_timeout", "5000".to_owned()),
             ("statement_timeout", "0".to_owned()),
-            // Making a slot waits for open transactions; the server itself gives up as well (H17).
-            ("lock_timeout", ms(wal.slot_timeout)),
+            // Making a slot waits for open transactions; the server itself gives up as well (H17), but later than we
+            // do: whom it waits for can be asked only while it waits.
+            ("lock_timeout", ms(wal.slot_timeout + LATER.1)),
             ("idle_session_timeout", "0".to_owned()),
             ("idle_in_transaction_session_timeout", "0".to_owned()),
             ("search_path", "pg_catalog, pg_temp".to_owned()),
@@ -329,9 +330,9 @@ impl Supply {
         if !said {
             let auto_cannot = self.setup.kind == SourceKind::Auto && error.class() != Class::Transient;
             if auto_cannot {
-                tracing::info!(reason, "polling: the write-ahead log cannot be streamed; trying again at times");
+                tracing::info!(%reason, "polling: the write-ahead log cannot be streamed; trying again at times");
             } else {
-                tracing::warn!(reason, "polling: there is no stream of the write-ahead log; trying again");
+                tracing::warn!(%reason, "polling: there is no stream of the write-ahead log; trying again");
             }
             self.said = Some((reason.clone(), Instant::now()));
         }
