@@ -59,7 +59,7 @@ async fn a_blackholed_broker_pins_no_log() {
         }
     }
     eprintln!("{published} events in {long:?}; at most {most} bytes retained, {behind} unconfirmed at the end");
-    assert!(published > i64::try_from(long.as_secs()).unwrap() * 100, "{published} events are no load");
+    assert!(published > i64::try_from(long.as_secs()).unwrap() * 20, "{published} events are no load");
     assert!(most < MOST_RETAINED, "{most} bytes");
     assert!(behind < 4 << 20, "{behind} bytes were not confirmed on receipt");
     assert_eq!(source(client).await.as_deref(), Some("wal"), "it streams all the while");
@@ -235,9 +235,10 @@ async fn a_walsender_that_hangs_is_noticed_by_the_canary() {
     server.signal(pid, "STOP");
     eventually("it is noticed", SOON, || std::future::ready(setup.log().contains("nothing came through the stream")))
         .await;
-    streams(&client).await;
-    let other: i32 = client.query_one(&format!("{sql} and pid <> {pid}"), &[]).await.unwrap().get(0);
-    assert_ne!(other, pid);
+    eventually("it streams again, by another", SOON, || async {
+        client.query_opt(&format!("{sql} and pid <> {pid}"), &[]).await.unwrap().is_some()
+    })
+    .await;
     server.signal(pid, "CONT");
     end_walsender(&client).await;
     bridge.kill();

@@ -184,9 +184,7 @@ async fn against(doing: Doing, bytes: &[u8], open: bool) -> (Result<()>, usize) 
             Doing::Ask => stream.ask("SELECT 1").await.map(|_| ()),
             Doing::Start => stream.start("START_REPLICATION").await,
             Doing::Next => loop {
-                if let Err(error) = stream.next(MOST).await {
-                    return Err(error);
-                }
+                stream.next(MOST).await?;
             },
         }
     };

@@ -266,14 +266,15 @@ impl Supply {
                     Err(_) => missing += 1,
                 },
             }
+            // Before the canaries: a walsender that is late because it decodes a large transaction is that, not broken.
+            if let Some(problem) = self.too_heavy(control, slot, &mut spilled_before).await {
+                return problem;
+            }
             if missing >= MISSING {
                 let waited = wal.canary_interval * MISSING;
                 let error = Error::transient(format!("nothing came through the stream in {waited:?}"))
                     .hint("was the publication or the table changed? does the server decode a large transaction?");
                 return (error, Wait::Soon);
-            }
-            if let Some(problem) = self.too_heavy(control, slot, &mut spilled_before).await {
-                return problem;
             }
             let now = (sight.events.load(Ordering::Relaxed), sight.useful.load(Ordering::Relaxed));
             let (events, useful) = (now.0 - counted.0, now.1 - counted.1);
