@@ -28,6 +28,8 @@ const CLOSE: Duration = Duration::from_secs(2);
 const REGISTER_HANDLERS: &str = "select name, id from {schema}.{p}register_handlers($1)";
 /// $1 names of the configuration.
 const OTHER_HANDLERS: &str = "select name from {schema}.{p}handlers where name <> all ($1) order by name";
+/// Names this set of tables for ever.
+const INSTALLATION: &str = "select id::text from {schema}.{p}installation";
 /// $1 payload limit; writes only what differs, so that a restart locks nothing.
 const SETTINGS: &str = "
 update {schema}.{p}installation set max_payload_bytes = $1 where max_payload_bytes is distinct from $1";
@@ -51,12 +53,12 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
     // prepared, which a transaction pooler takes away.
     let connector = Connector::new(&config.postgres, &config.bridge.name)?.direct();
     let names = Names::new(&config.postgres);
-    let handler_ids = tokio::select! {
-        ids = prepare_with_patience(&config, &connector, &names, options) => ids?,
+    let registered = tokio::select! {
+        registered = prepare_with_patience(&config, &connector, &names, options) => registered?,
         () = stop.cancelled() => return Ok(()),
     };
     let sinks = connect_sinks(&config).await?;
-    let outlets = outlets(&config, &handler_ids, &sinks)?;
+    let outlets = outlets(&config, &registered, &sinks)?;
     check_destinations(&sinks, &outlets, &stop).await;
 
     let (tell, news) = mpsc::channel(NEWS);
@@ -64,7 +66,7 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
     let release = CancellationToken::new();
     let touched = Arc::new(Notify::new());
     let cache = usize::try_from(config.wal.cache_bytes).unwrap_or(usize::MAX);
-    let feed = Arc::new(Feed::new(handler_ids.values().copied(), cache, Arc::clone(&touched)));
+    let feed = Arc::new(Feed::new(registered.handlers.values().copied(), cache, Arc::clone(&touched)));
     let instance = uuid::Uuid::new_v4().to_string();
     let identity = Identity { name: config.bridge.name.clone(), instance: instance.clone() };
     tracing::info!(bridge = %identity.name, instance = %identity.instance, version = env!("CARGO_PKG_VERSION"),
@@ -154,7 +156,7 @@ async fn prepare_with_patience(
     connector: &Connector,
     names: &Names,
     options: Options,
-) -> Result<BTreeMap<String, i32>> {
+) -> Result<Registered> {
     let mut wait = Duration::from_millis(250);
     loop {
         match prepare(config, connector, names, options).await {
@@ -168,13 +170,8 @@ async fn prepare_with_patience(
     }
 }
 
-/// Brings the database in order and returns the handlers' ids by name.
-async fn prepare(
-    config: &Config,
-    connector: &Connector,
-    names: &Names,
-    options: Options,
-) -> Result<BTreeMap<String, i32>> {
+/// Brings the database in order.
+async fn prepare(config: &Config, connector: &Connector, names: &Names, options: Options) -> Result<Registered> {
     // Before any session of ours sets anything: through a pooler the settings would stay with the application's.
     connector.detect_pooler().await?;
     let mut session = connector.connect("start", Session::Work).await?;
@@ -188,11 +185,18 @@ async fn prepare(
     register(config, &session, names).await
 }
 
+/// What the database says of this configuration.
+pub(crate) struct Registered {
+    /// Ids of its handlers by name.
+    handlers: BTreeMap<String, i32>,
+    installation: Arc<str>,
+}
+
 /// Writes handlers and settings; returns ids by name.
 ///
 /// # Errors
 /// When the database refused, e.g. for lack of a privilege.
-pub(crate) async fn register(config: &Config, session: &Client, names: &Names) -> Result<BTreeMap<String, i32>> {
+pub(crate) async fn register(config: &Config, session: &Client, names: &Names) -> Result<Registered> {
     let limit = i32::try_from(config.postgres.max_payload_bytes).unwrap_or(i32::MAX);
     session.execute(&names.render(SETTINGS), &[&limit]).await?;
     let handlers: Vec<serde_json::Value> = config.handlers.values().map(describe).collect();
@@ -210,7 +214,10 @@ pub(crate) async fn register(config: &Config, session: &Client, names: &Names) -
             "the database knows a handler that this configuration does not have; its deliveries wait"
         );
     }
-    Ok(ids)
+    let row = session.query_one(&names.render(INSTALLATION), &[]).await?;
+    let installation: String =
+        row.try_get(0).map_err(|source| Error::new("read the installation's id").source_is(source))?;
+    Ok(Registered { handlers: ids, installation: installation.into() })
 }
 
 fn describe(handler: &Handler) -> serde_json::Value {
@@ -242,20 +249,25 @@ pub(crate) async fn connect_sinks(config: &Config) -> Result<BTreeMap<String, Ar
 }
 
 /// The routes of a configuration by sink, for checks.
-pub(crate) fn routes(config: &Config, sink: &str) -> Vec<Route> {
+pub(crate) fn routes(config: &Config, sink: &str, installation: &Arc<str>) -> Vec<Route> {
     let source: Arc<str> = config.bridge.ce_source.as_str().into();
     let handlers = config.handlers.values().filter(|handler| handler.sink == sink);
-    handlers.map(|handler| Route { handler: Arc::new(handler.clone()), source: Arc::clone(&source) }).collect()
+    handlers.map(|handler| route(handler, &source, installation)).collect()
 }
 
-fn outlets(config: &Config, ids: &BTreeMap<String, i32>, sinks: &BTreeMap<String, Arc<Sink>>) -> Result<Vec<Outlet>> {
+fn route(handler: &Handler, source: &Arc<str>, installation: &Arc<str>) -> Route {
+    Route { handler: Arc::new(handler.clone()), source: Arc::clone(source), installation: Arc::clone(installation) }
+}
+
+fn outlets(config: &Config, known: &Registered, sinks: &BTreeMap<String, Arc<Sink>>) -> Result<Vec<Outlet>> {
     let share = config.bridge.max_in_flight_bytes / config.handlers.len().max(1) as u64;
     let mut outlets = Vec::with_capacity(config.handlers.len());
     for (name, sink) in sinks {
         let Some(settings) = config.sinks.get(name) else { continue };
-        for route in routes(config, name) {
+        for route in routes(config, name, &known.installation) {
             let handler = Arc::clone(&route.handler);
-            let id = ids
+            let id = known
+                .handlers
                 .get(&handler.name)
                 .ok_or_else(|| Error::new(format!("the database gave no id for handler {}", handler.name)))?;
             let ordered = handler.order == Order::Key;

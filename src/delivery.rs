@@ -57,12 +57,21 @@ pub struct Parcel {
 }
 
 impl Parcel {
-    /// Event id + handler + generation: names this delivery and no other (I7, R7). Generation 0 is left out.
-    pub fn dedup_id(&self, handler: &str) -> String {
-        match self.generation {
-            0 => format!("{}/{handler}", self.event.id),
-            generation => format!("{}/{handler}/{generation}", self.event.id),
+    /// Installation, handler, generation and event id: names this delivery and no other (I7, R7). The id comes last, since
+    /// it alone may hold a slash; white space in it is percent-encoded, because brokers trim header values.
+    pub fn dedup_id(&self, installation: &str, handler: &str) -> String {
+        let mut text = format!("{installation}/{handler}/{}/", self.generation);
+        for c in self.event.id.chars() {
+            if c.is_whitespace() || c == '%' {
+                let mut bytes = [0; 4];
+                for byte in c.encode_utf8(&mut bytes).bytes() {
+                    text.push_str(&format!("%{byte:02X}"));
+                }
+            } else {
+                text.push(c);
+            }
         }
+        text
     }
 }
 
@@ -120,6 +129,39 @@ impl fmt::Display for Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    // I7: two deliveries, two names, whatever ids publishers choose and however a broker trims.
+    #[test]
+    fn no_two_deliveries_have_one_dedup_id() {
+        let dedup_id = |installation: &str, handler: &str, generation, id: &str| {
+            let event = Event {
+                seq: 1,
+                id: id.into(),
+                kind: "t".into(),
+                key: None,
+                headers: Vec::new(),
+                payload: crate::event::Payload { bytes: Vec::new(), format: crate::event::PayloadFormat::Json },
+                created_at: time::OffsetDateTime::UNIX_EPOCH,
+            };
+            let id = DeliveryId { lane: 0, handler: 1, seq: 1 };
+            Parcel { id, event: Arc::new(event), generation }.dedup_id(installation, handler).trim().to_owned()
+        };
+        let mut names = Vec::new();
+        for installation in ["a", "b"] {
+            for handler in ["h", "1", "h.1"] {
+                for generation in [0, 1, 11] {
+                    for id in ["x", "x/h", "x/h/1", "/x", "1/x", "h/1/x", " x", "x ", "x\u{a0}", "%20x", "x%20", "é"] {
+                        names.push(dedup_id(installation, handler, generation, id));
+                    }
+                }
+            }
+        }
+        let count = names.len();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), count);
+        assert_eq!(dedup_id("i", "h", 0, "order-7 é"), "i/h/0/order-7%20é");
+    }
 
     #[test]
     fn a_failure_text_is_bounded_and_has_no_control_characters() {

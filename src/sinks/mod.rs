@@ -34,6 +34,8 @@ pub struct Route {
     pub handler: Arc<config::Handler>,
     /// `ce_source`.
     pub source: Arc<str>,
+    /// The id of the set of tables, so that two of them may feed one place (I7).
+    pub installation: Arc<str>,
 }
 
 /// How many unacknowledged deliveries of one (handler, key) a sink may be given (R3).
@@ -233,6 +235,7 @@ mod tests {
                 nats_stream: None,
             }),
             source: "/lanebridge/test".into(),
+            installation: "i".into(),
         }
     }
 

@@ -160,7 +160,7 @@ impl Nats {
             None => self.streams.of(&self.jetstream, &subject, missing).await.map_err(Outcome::Unreachable)?,
         };
         let encoded = cloudevents::encode(parcel, route, Names::Nats);
-        let dedup_id = parcel.dedup_id(&route.handler.name);
+        let dedup_id = parcel.dedup_id(&route.installation, &route.handler.name);
         let ours = [("Nats-Msg-Id", dedup_id.as_str()), ("Nats-Expected-Stream", &stream)];
         let headers = subject::headers(&encoded.attributes, &ours).map_err(Outcome::Rejected)?;
         let message = PublishMessage::build().payload(encoded.body.into_owned().into()).headers(headers);

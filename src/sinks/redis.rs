@@ -351,6 +351,8 @@ fn classify(code: &str, text: &str) -> Outcome {
         "MOVED" | "ASK" | "TRYAGAIN" | "CLUSTERDOWN" | "CROSSSLOT" => Outcome::Unreachable(failure),
         // The destination or our rights are wrong, not this message.
         "WRONGTYPE" | "NOPERM" | "NOAUTH" | "WRONGPASS" | "UNKILLABLE" => Outcome::Unreachable(failure),
+        // Nobody logged in, and the server says so by refusing long commands.
+        _ if text.contains("unauthenticated") => Outcome::Unreachable(Failure::new("NOAUTH", text)),
         // A command inside a script that our user may not run comes as ERR in words that change with versions.
         _ if text.contains("ACL failure in script") || text.contains("user executing the script can't run") => {
             Outcome::Unreachable(Failure::new("NOPERM", text))

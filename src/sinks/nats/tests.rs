@@ -143,7 +143,7 @@ async fn every_message_arrives_in_order_with_its_headers_and_its_very_bytes() {
     let header = |at: usize, header: &str| all[at].headers.get(header).map(|value| value.as_str().to_owned());
     assert_eq!(&all[0].payload[..], b"{\"seq\":1}");
     assert_eq!(header(0, "ce-id").as_deref(), Some("e1"));
-    assert_eq!(header(0, "Nats-Msg-Id").as_deref(), Some("e1/h"));
+    assert_eq!(header(0, "Nats-Msg-Id").as_deref(), Some("i/h/0/e1"));
     assert_eq!(header(0, "Nats-Expected-Stream").as_deref(), Some(name.as_str()));
     assert_eq!(header(0, "content-type").as_deref(), Some("application/json"));
     assert_eq!(&all[1].payload[..], [0, 255, b'\r', b'\n']);
