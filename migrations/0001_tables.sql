@@ -51,8 +51,8 @@ create table {schema}.{p}handlers (
 -- Events are append only. Partitioned by day so that retention is a DROP, not a DELETE.
 create table {schema}.{p}events (
     seq        bigint      not null,
-    -- clock_timestamp() of the publish call, not the transaction's start.
-    created_at timestamptz not null,
+    -- clock_timestamp() of the publish call, not the transaction's start. No calendar of a client goes further.
+    created_at timestamptz not null check (created_at between '0001-01-01 00:00+00' and '9999-12-31 00:00+00'),
     lane       smallint    not null check (lane between 0 and 255),
     -- j json, t text, b bytes: which overload of publish stored the payload.
     format     "char"      not null check (format in ('j', 't', 'b')),
@@ -88,7 +88,7 @@ create table {schema}.{p}deliveries (
     handler    integer     not null,
     seq        bigint      not null,
     -- As in events: finds its partition, and gives the lag without a join.
-    created_at timestamptz not null,
+    created_at timestamptz not null check (created_at between '0001-01-01 00:00+00' and '9999-12-31 00:00+00'),
     -- hashtextextended(key, 0); null for an event without a key. Two keys with one hash wait for each other, no more.
     key_hash   bigint,
     -- Payload, key and headers together, so that a bridge can bound its memory before it fetches them.
@@ -97,7 +97,7 @@ create table {schema}.{p}deliveries (
     generation integer     not null default 0,
     -- Not null: held, not to be sent; at that time its owner promotes it (sets null) and reads the lane again from
     -- here. Later deliveries of its key wait behind it.
-    due_at     timestamptz,
+    due_at     timestamptz check (due_at < '9999-12-31 00:00+00'),
     -- Order within a lane is per handler, so that a stopped handler's backlog is never read past by another.
     primary key (lane, handler, seq)
 ) with (

@@ -71,6 +71,8 @@ begin
         return 'id holds a control character';
     elsif deliver_at = 'infinity'::timestamptz then
         return 'deliver_at must be a time, not infinity';
+    elsif deliver_at >= '9999-12-31 00:00+00'::timestamptz then
+        return 'deliver_at must be before the end of the year 9999';
     elsif headers is not null then
         return {schema}.{p}headers_problem(headers);
     end if;

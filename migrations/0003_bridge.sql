@@ -179,26 +179,29 @@ end $$;
 
 -- Held deliveries of these lanes whose time has come become ordinary again. Returns the lowest per lane and handler:
 -- their owner reads on from below it, so that what waited behind them comes after them. The limit is shared by the
--- lanes, so that none starves while much is due.
+-- lanes that have something due, so that none starves while much is due, and one alone has all of it.
 create function {schema}.{p}promote(p_epoch bigint, p_lanes smallint[], p_limit integer)
 returns table (lane smallint, handler integer, first_seq bigint, promoted bigint)
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
+declare
+    due_lanes smallint[];
 begin
     -- The check first, without a lock: nearly always there is nothing due.
-    if not exists (select from unnest(p_lanes) l
-                    where exists (select from {schema}.{p}deliveries d
-                                   where d.lane = l and d.due_at is not null and d.due_at <= clock_timestamp())) then
+    due_lanes := array(select l from unnest(p_lanes) l
+                        where exists (select from {schema}.{p}deliveries d
+                                       where d.lane = l and d.due_at is not null and d.due_at <= clock_timestamp()));
+    if due_lanes = '{}' then
         return;
     end if;
     perform {schema}.{p}fence(p_epoch);
     return query
     with due as (
-        select d.lane, d.handler, d.seq from unnest(p_lanes) l
+        select d.lane, d.handler, d.seq from unnest(due_lanes) l
          cross join lateral (
             select d.lane, d.handler, d.seq from {schema}.{p}deliveries d
              where d.lane = l and d.due_at is not null and d.due_at <= clock_timestamp()
-             order by d.due_at limit p_limit / cardinality(p_lanes) + 1) d
+             order by d.due_at limit p_limit / cardinality(due_lanes) + 1) d
     ), u as (
         update {schema}.{p}deliveries d set due_at = null from due
          where d.lane = due.lane and d.handler = due.handler and d.seq = due.seq and d.due_at <= clock_timestamp()

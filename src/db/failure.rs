@@ -105,7 +105,7 @@ fn class_of_code(code: &str) -> Class {
         // Shut down, crashed, still starting; read only, which is what a failover looks like from inside.
         "57P01" | "57P02" | "57P03" | "25006" => Class::Transient,
         // Ended for idling: by a setting that was changed while we ran.
-        "57P05" | "25P03" => Class::Transient,
+        "57P05" | "25P03" | "25P04" => Class::Transient,
         // Connection exceptions; too many connections, disk full, out of memory.
         _ if code.starts_with("08") || code.starts_with("53") => Class::Transient,
         // Wrong password, unknown role, no line in pg_hba.conf; no such database.

@@ -31,7 +31,13 @@ pub enum Session {
 }
 
 pub(super) fn settings_sql(set: &str, settings: &[(&'static str, String)]) -> String {
-    settings.iter().map(|(name, value)| format!("{set} {name} = {value};")).collect()
+    let set_all = settings.iter().map(|(name, value)| format!("{set} {name} = {value};"));
+    // PostgreSQL 17 has one more limit that a role may bring along; older servers do not know its name.
+    let local = set == "SET LOCAL";
+    let newer = format!(
+        "SELECT pg_catalog.set_config(name, '0', {local}) FROM pg_catalog.pg_settings WHERE name = 'transaction_timeout';"
+    );
+    set_all.chain([newer]).collect()
 }
 
 /// Every setting our statements rely on, values as SQL. A role's or a database's own defaults must never decide (I2).

@@ -493,7 +493,8 @@ impl Loop {
             self.lost();
             return Ok(());
         }
-        if error.class() != Class::Transient {
+        // A login that is refused now was accepted at the start.
+        if error.class() == Class::Failure {
             return Err(Error::new(what).source_is(error));
         }
         if !self.paused(Instant::now()) {

@@ -91,7 +91,8 @@ pub(crate) async fn hold(
         }
         match ended {
             Ok(()) => return Ok(()),
-            Err(error) if error.class() == crate::error::Class::Transient => {
+            // A login that is refused now was accepted at the start: a password is being rotated, a role locked for a while.
+            Err(error) if error.class() != crate::error::Class::Failure => {
                 tracing::warn!(error = %error.report(), "the lock session ended; all lanes are given up until it is back");
             }
             Err(error) => return Err(error),

@@ -241,3 +241,29 @@ async fn a_killed_standby_does_not_haunt_the_status() {
     assert!(third.terminate().await.success());
     database.drop().await;
 }
+
+/// A role that may not log in for a while (a password that is rotated) is no reason to end: the bridge waits, and goes on.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_login_that_is_refused_for_a_while_does_not_end_the_bridge() {
+    let stage = Stage::with([Destination::redis()], |setup| setup).await;
+    let Stage { client, setup, database, .. } = &stage;
+    let role = format!("{}_role", database.url().rsplit('/').next().unwrap());
+    client.batch_execute(&format!("create role {role} login superuser")).await.unwrap();
+    let (head, tail) = database.url().split_once("postgres@").map(|(a, b)| (a.to_owned(), b.to_owned())).unwrap();
+    let limited = Setup::new(&format!("{head}{role}@{tail}"), &stage.destinations, "");
+    let mut bridge = limited.start();
+    eventually("it owns lanes", SOON, || std::future::ready(limited.log().contains("own lanes"))).await;
+    client.batch_execute(&format!("alter role {role} nologin")).await.unwrap();
+    let end = "select pg_terminate_backend(pid) from pg_stat_activity
+                where datname = current_database() and application_name like 'lanebridge/%'";
+    client.execute(end, &[]).await.unwrap();
+    eventually("it is refused", SOON, || std::future::ready(limited.log().contains("SQLSTATE 28000"))).await;
+    client.batch_execute("select lanebridge.publish('order.x', 'p', 'k')").await.unwrap();
+    client.batch_execute(&format!("alter role {role} login")).await.unwrap();
+    drained(client, SOON).await;
+    let early = tokio::time::timeout(Duration::from_millis(100), bridge.ended(SOON)).await;
+    assert!(early.is_err(), "{}", limited.log());
+    assert!(bridge.terminate().await.success(), "{}", setup.log());
+    client.batch_execute(&format!("drop role {role}")).await.unwrap();
+    stage.end().await;
+}

@@ -12,6 +12,7 @@ on_every_server!(
     retry_counts_once_and_holds,
     bury_moves_a_delivery_with_its_error,
     promote_frees_what_is_due_of_its_lanes,
+    a_lane_that_alone_has_something_due_has_the_whole_limit,
     requeue_brings_back_with_a_new_generation,
     taking_lanes_fences_their_owner,
     a_heartbeat_counts_the_locks_that_are_left,
@@ -236,6 +237,21 @@ async fn promote_frees_what_is_due_of_its_lanes(db: &Installation) {
     run(&client, "update lanebridge.deliveries set due_at = '-infinity' where seq = 4").await;
     assert_eq!(all::<i64>(&client, &promote(epoch)).await, [4]);
     assert_eq!(all::<i64>(&client, held).await, [5]);
+}
+
+// Thousands that are due in one lane must not leave four at a time because 255 other lanes have nothing due.
+async fn a_lane_that_alone_has_something_due_has_the_whole_limit(db: &Installation) {
+    let client = db.connect().await;
+    let (epoch, h) = setup(&client, 1).await;
+    let many = format!(
+        "insert into lanebridge.deliveries (lane, handler, seq, created_at, size_bytes, due_at)
+         select {LANE}, {h}, n, clock_timestamp(), 1, clock_timestamp() from generate_series(1000, 1999) n"
+    );
+    run(&client, &many).await;
+    let all_lanes = format!(
+        "select promoted from lanebridge.promote({epoch}, array(select generate_series(0, 255)::smallint), 1000)"
+    );
+    assert_eq!(all::<i64>(&client, &all_lanes).await, [1000]);
 }
 
 async fn requeue_brings_back_with_a_new_generation(db: &Installation) {

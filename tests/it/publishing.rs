@@ -276,6 +276,8 @@ async fn a_delivery_is_held_until_its_time(db: &Installation) {
     }
     let said = refusal(&client, "select lanebridge.publish('t', 'p', 'k', deliver_at => 'infinity')").await;
     assert_eq!(said, "22023 publish: deliver_at must be a time, not infinity");
+    let said = refusal(&client, "select lanebridge.publish('t', 'p', 'k', deliver_at => '10000-01-01')").await;
+    assert_eq!(said, "22023 publish: deliver_at must be before the end of the year 9999");
     let many = r#"select lanebridge.publish_many('[{"type": "t", "payload": 1, "deliver_at": "infinity"}]')"#;
     assert_eq!(refusal(&client, many).await, "22023 publish: event 0: deliver_at must be a time, not infinity");
 }
