@@ -100,7 +100,8 @@ begin
     return array(select h.id from {schema}.{p}handlers h where h.name = any (names) order by h.id);
 end $$;
 
--- NOTIFY at most every 10 ms over all sessions; two that look at the same moment may both speak. The listener polls a little later again for those that kept quiet.
+-- NOTIFY at most every 10 ms over all sessions; two that look at the same moment may both speak. The listener polls a
+-- little later again for those that kept quiet.
 create function {schema}.{p}notify() returns void
 language plpgsql as $$
 declare
@@ -288,7 +289,8 @@ begin
     if n = 0 then
         return;
     end if;
-    select i.max_payload_bytes, i.listening_until > clock_timestamp() as notify, i.key_lock_class into settings from {schema}.{p}installation i;
+    select i.max_payload_bytes, i.listening_until > clock_timestamp() as notify, i.key_lock_class
+      into settings from {schema}.{p}installation i;
 
     for bad in
         select u.*, {schema}.{p}event_problem(u.type, u.payload, u.key, u.headers, u.id, u.deliver_at, settings.max_payload_bytes) as problem
@@ -369,8 +371,8 @@ begin
     select f.i::integer, f.seq, f.id is null or f.seq in (select n.seq from new_ids n) from full_input f order by f.i;
 
     -- Nobody needs to be woken for what is delayed.
-    if settings.notify and exists (select from unnest(deliver_at) d where d is null or d <= clock_timestamp())
-       or settings.notify and deliver_at is null then
+    if settings.notify
+       and (deliver_at is null or exists (select from unnest(deliver_at) d where d is null or d <= clock_timestamp())) then
         perform {schema}.{p}notify();
     end if;
 end $$;

@@ -40,14 +40,18 @@ begin
        and l.classid::bigint = i.owner_lock_class and l.objid::bigint between 0 and 255;
 end $$;
 
--- Says that this session listens for another while, so that publishers notify, and whether it does: DISCARD ALL or a
--- pooler may have ended it. Writes at most every half of that while; a publisher reads the row and never waits for it.
+-- Whether this session listens, which DISCARD ALL or a pooler may have ended; while it does, publishers notify for
+-- another while. One that does not listen moves nothing: publishers would pay for nobody. Writes at most every half of
+-- that while; a publisher reads the row and never waits for it.
 create function {schema}.{p}listening(p_seconds integer) returns boolean
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 begin
+    if not exists (select from pg_listening_channels() c where c = {schema}.{p}channel()) then
+        return false;
+    end if;
     update {schema}.{p}installation set listening_until = clock_timestamp() + make_interval(secs => p_seconds)
      where listening_until < clock_timestamp() + make_interval(secs => p_seconds / 2.0);
-    return exists (select from pg_listening_channels() c where c = {schema}.{p}channel());
+    return true;
 end $$;
 
 -- Tries the advisory locks of the lanes asked for; returns those that the session now holds and did not before.

@@ -73,7 +73,8 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
         handlers = outlets.len(), "bridge starts");
     let holder = lanes::hold(connector.clone(), names.clone(), identity, tell, release.clone());
     let mut holder = tokio::spawn(holder);
-    let listener = (config.bridge.wake_up == WakeUp::Notify)
+    // A bridge that only drains would make publishers notify after it is gone.
+    let listener = (config.bridge.wake_up == WakeUp::Notify && !options.once)
         .then(|| tokio::spawn(sources::listen(connector.clone(), names.clone(), Arc::clone(&wake), release.clone())));
     let janitor =
         tokio::spawn(crate::janitor::run(connector.clone(), names.clone(), config.retention.clone(), release.clone()));

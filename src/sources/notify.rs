@@ -5,7 +5,7 @@
 //! Never: opens a transaction (that would hold the queue of the whole server, H97), or decides anything.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rand::Rng;
 use tokio::sync::Notify;
@@ -28,32 +28,35 @@ const RECONNECT: (Duration, Duration) = (Duration::from_millis(100), Duration::f
 /// $1 seconds; whether this session listens.
 const LISTENING: &str = "select {schema}.{p}listening($1)";
 
+/// What outlives a session.
+struct Outage {
+    /// Said once when it begins and once when it ends, whatever number of tries lies between.
+    lost: bool,
+    /// Before the next try.
+    wait: Duration,
+}
+
 /// Listens until `stop`, waking `wake` for every notification; reconnects by itself.
 pub(crate) async fn listen(connector: Connector, names: Names, wake: Arc<Notify>, stop: CancellationToken) {
-    let mut wait = RECONNECT.0;
-    // Said once when it is lost and once when it is back, whatever number of tries lies between.
-    let mut lost = false;
+    let mut outage = Outage { lost: false, wait: RECONNECT.0 };
     loop {
-        let began = Instant::now();
-        let Some(ended) = stop.run_until_cancelled(session(&connector, &names, &wake, &mut lost)).await else { return };
+        let session = session(&connector, &names, &wake, &mut outage);
+        let Some(ended) = stop.run_until_cancelled(session).await else { return };
         if let Err(error) = ended
-            && !std::mem::replace(&mut lost, true)
+            && !std::mem::replace(&mut outage.lost, true)
         {
             tracing::warn!(error = %error.report(), "listening for notifications failed; polling goes on, trying again");
         }
         wake.notify_one();
-        if began.elapsed() > RECONNECT.1 {
-            wait = RECONNECT.0;
-        }
-        let jittered = wait.mul_f64(rand::rng().random_range(0.8..1.2));
+        let jittered = outage.wait.mul_f64(rand::rng().random_range(0.8..1.2));
         if stop.run_until_cancelled(tokio::time::sleep(jittered)).await.is_none() {
             return;
         }
-        wait = (wait * 2).min(RECONNECT.1);
+        outage.wait = (outage.wait * 2).min(RECONNECT.1);
     }
 }
 
-async fn session(connector: &Connector, names: &Names, wake: &Notify, lost: &mut bool) -> Result<()> {
+async fn session(connector: &Connector, names: &Names, wake: &Notify, outage: &mut Outage) -> Result<()> {
     let mut client = connector.connect("listen", Session::Lock).await?;
     let row = client.query_one(&names.render("select quote_ident({schema}.{p}channel())"), &[]).await?;
     let channel: String = row.try_get(0).map_err(|e| Error::new("read the channel's name").source_is(e))?;
@@ -62,6 +65,7 @@ async fn session(connector: &Connector, names: &Names, wake: &Notify, lost: &mut
     let listening = client.prepare(&names.render(LISTENING)).await?;
     let mut ticks = tokio::time::interval(HEARTBEAT);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut lasts = false;
     loop {
         tokio::select! {
             notification = notifications.recv() => {
@@ -81,9 +85,14 @@ async fn session(connector: &Connector, names: &Names, wake: &Notify, lost: &mut
                     return Err(Error::transient("the session does not listen any more")
                         .hint("something ran DISCARD ALL or UNLISTEN on it, or a pooler is in between"));
                 }
-                // What was published before the first heartbeat was notified to nobody.
-                wake.notify_one();
-                if std::mem::take(lost) {
+                if std::mem::replace(&mut lasts, true) {
+                    // Not at the first: a session that is always ended at once must not be tried ten times a second.
+                    outage.wait = RECONNECT.0;
+                } else {
+                    // What was published until now was notified to nobody.
+                    wake.notify_one();
+                }
+                if std::mem::take(&mut outage.lost) {
                     tracing::info!("listening for notifications again");
                 }
             }

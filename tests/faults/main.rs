@@ -11,6 +11,7 @@ mod durability;
 mod ledger;
 mod logins;
 mod memory;
+mod notify;
 mod order;
 mod outage;
 mod ownership;

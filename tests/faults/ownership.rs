@@ -151,43 +151,6 @@ async fn exit_statuses_tell_what_happened() {
     assert_eq!(output.status.code(), Some(1), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// wake_up = "notify": an event is there long before the next poll.
-#[tokio::test(flavor = "multi_thread")]
-async fn a_notification_wakes_the_poll() {
-    let stage = Stage::with([Destination::redis()], |setup| {
-        setup
-            .with("poll_interval = \"50ms\"", "poll_interval = \"60s\"\nsource = \"poll\"\nwake_up = \"notify\"")
-            .with("sweep_interval = \"1s\"", "sweep_interval = \"60s\"")
-    })
-    .await;
-    let Stage { client, setup, .. } = &stage;
-    let bridge = setup.start();
-    let listens = async || {
-        eventually("it listens", SOON, || async {
-            let sql = "select listening_until > clock_timestamp() from lanebridge.installation";
-            client.query_one(sql, &[]).await.unwrap().get(0)
-        })
-        .await;
-    };
-    listens().await;
-    for n in 0..20 {
-        client.batch_execute(&format!("select lanebridge.publish('order.x', 'p', 'k', id => 'e{n}')")).await.unwrap();
-        drained(client, Duration::from_secs(5)).await;
-    }
-    // The session is ended: it comes back by itself, says so once each way, and finds what came meanwhile.
-    client.batch_execute("update lanebridge.installation set listening_until = '-infinity'").await.unwrap();
-    let end = "select pg_terminate_backend(pid) from pg_stat_activity
-                where datname = current_database() and application_name like 'lanebridge/%/listen'";
-    client.execute(end, &[]).await.unwrap();
-    client.batch_execute("select lanebridge.publish('order.x', 'p', 'k', id => 'unheard')").await.unwrap();
-    drained(client, Duration::from_secs(5)).await;
-    listens().await;
-    let said = |what: &str| setup.log().matches(what).count();
-    assert_eq!((said("listening for notifications failed"), said("listening for notifications again")), (1, 1));
-    assert!(bridge.terminate().await.success());
-    stage.end().await;
-}
-
 /// H48: behind PgBouncer in transaction mode the bridge refuses to start and names the fix; the fix works.
 #[tokio::test(flavor = "multi_thread")]
 async fn behind_a_transaction_pooler_the_direct_way_is_taken() {

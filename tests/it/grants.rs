@@ -1,6 +1,6 @@
 //! EXECUTE is the only grant that a publisher needs, and all that it gives.
 
-use crate::installation::{Installation, all, handler, one, refusal, run};
+use crate::installation::{Installation, all, handler, listening, one, refusal, run};
 use crate::services::unique;
 
 on_every_server!(a_role_may_do_nothing_until_it_is_granted, execute_is_enough_to_publish_and_for_nothing_else);
@@ -46,7 +46,7 @@ async fn execute_is_enough_to_publish_and_for_nothing_else(db: &Installation) {
            select lanebridge.publish_batch('{t,t}', '{p,p}', '{t,t}', '{k,l}', null, '{x,z}', null, null)"#,
     )
     .await;
-    run(&admin, "select lanebridge.listening(60)").await;
+    listening(&admin, 60).await;
     run(&client, "select lanebridge.publish('t', 'p', 'k', id => 'x')").await;
     let others: Vec<String> = all(
         &admin,

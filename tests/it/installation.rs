@@ -87,6 +87,12 @@ pub async fn handler(client: &Client, name: &str, events: &[&str]) -> i32 {
     client.query_one("select id from lanebridge.register_handlers($1)", &[&registration]).await.unwrap().get(0)
 }
 
+/// Makes publishers notify for a while, as the heartbeat of a bridge that listens does.
+pub async fn listening(client: &Client, seconds: i32) {
+    run(client, r#"listen "lanebridge.deliveries""#).await;
+    assert!(one::<bool>(client, &format!("select lanebridge.listening({seconds})")).await, "the session listens");
+}
+
 /// The one value that `sql` returns.
 pub async fn one<T: FromSqlOwned>(client: &Client, sql: &str) -> T {
     match client.query_one(sql, &[]).await {

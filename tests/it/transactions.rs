@@ -2,7 +2,7 @@
 
 use tokio_postgres::NoTls;
 
-use crate::installation::{Installation, all, handler, one, refusal, run, script};
+use crate::installation::{Installation, all, handler, listening, one, refusal, run, script};
 
 on_every_server!(
     a_rollback_publishes_nothing,
@@ -18,6 +18,7 @@ on_every_server!(
     nothing_is_notified_unless_asked_for,
     a_notification_comes_with_the_commit_when_asked_for,
     publishers_notify_only_while_somebody_listens,
+    two_phase_commit_is_refused_only_while_somebody_listens,
     a_listener_makes_no_publisher_wait,
     publishers_together_notify_at_most_every_ten_milliseconds,
     other_names_and_two_installations_do_not_meet,
@@ -331,7 +332,7 @@ async fn nothing_is_notified_unless_asked_for(db: &Installation) {
 }
 
 async fn a_notification_comes_with_the_commit_when_asked_for(db: &Installation) {
-    run(&db.connect().await, "select lanebridge.listening(60)").await;
+    listening(&db.connect().await, 60).await;
     assert_eq!(notified(db, "select lanebridge.publish('t', 'p', 'k')").await, ["lanebridge.deliveries"]);
     run(&db.connect().await, "select setval('lanebridge.notify_clock', 0)").await;
     let many = r#"select lanebridge.publish_many('[{"type": "t", "payload": 1}, {"type": "t", "payload": 1}]')"#;
@@ -345,6 +346,9 @@ async fn a_notification_comes_with_the_commit_when_asked_for(db: &Installation) 
     assert_eq!(notified(db, delayed).await, [""; 0], "nobody is woken for what is delayed");
     let mixed = r#"select lanebridge.publish_many('[{"type": "t", "payload": 1, "deliver_at": "2999-01-01"}, {"type": "t", "payload": 1}]')"#;
     assert_eq!(notified(db, mixed).await, ["lanebridge.deliveries"]);
+    run(&db.connect().await, "select setval('lanebridge.notify_clock', 0)").await;
+    let no_times = "select lanebridge.publish_batch('{t}', '{p}', '{t}', null, null, null, null, null)";
+    assert_eq!(notified(db, no_times).await, ["lanebridge.deliveries"]);
     // A clock that was set back must not silence everybody until it has caught up.
     let soon =
         "select setval('lanebridge.notify_clock', (extract(epoch from clock_timestamp()) * 1000)::bigint + 60000);
@@ -352,34 +356,58 @@ async fn a_notification_comes_with_the_commit_when_asked_for(db: &Installation) 
     assert_eq!(notified(db, soon).await, ["lanebridge.deliveries"]);
 }
 
-// The lease lapses when nobody moves it ahead; who does not listen does not shorten it for those who do.
+// The lease lapses when nobody moves it ahead, nobody shortens it for another, and only who listens moves it: otherwise
+// a listener that loses every session would make publishers pay for nothing.
 async fn publishers_notify_only_while_somebody_listens(db: &Installation) {
     let client = db.connect().await;
     let publish = "select lanebridge.publish('t', 'p'); select setval('lanebridge.notify_clock', 0)";
-    run(&client, "select lanebridge.listening(600)").await;
-    assert!(!one::<bool>(&client, "select lanebridge.listening(1)").await, "this session does not listen");
-    assert_eq!(notified(db, publish).await, ["lanebridge.deliveries"], "the longer lease holds");
+    assert!(!one::<bool>(&client, "select lanebridge.listening(60)").await, "this session does not listen");
+    assert_eq!(notified(db, publish).await, [""; 0]);
+    listening(&client, 600).await;
+    listening(&client, 1).await;
+    assert_eq!(notified(db, publish).await, ["lanebridge.deliveries"]);
+    assert!(
+        one::<bool>(
+            &client,
+            "select listening_until > clock_timestamp() + interval '500 s' from lanebridge.installation"
+        )
+        .await,
+        "the longer lease holds"
+    );
     run(&client, "update lanebridge.installation set listening_until = clock_timestamp()").await;
     assert_eq!(notified(db, publish).await, [""; 0]);
-    run(&client, r#"listen "lanebridge.deliveries""#).await;
-    assert!(one::<bool>(&client, "select lanebridge.listening(60)").await);
-    assert_eq!(notified(db, publish).await, ["lanebridge.deliveries"]);
     run(&client, "discard all").await;
     assert!(!one::<bool>(&client, "select lanebridge.listening(60)").await);
+    assert_eq!(notified(db, publish).await, [""; 0]);
+}
+
+// What the documentation says it costs, and that it costs nothing while nobody listens.
+async fn two_phase_commit_is_refused_only_while_somebody_listens(db: &Installation) {
+    let client = db.connect().await;
+    let gid = crate::services::unique("notify");
+    let prepare = format!("begin; select lanebridge.publish('t', 'p'); prepare transaction '{gid}'");
+    run(&client, &prepare).await;
+    run(&client, &format!("rollback prepared '{gid}'")).await;
+    listening(&client, 600).await;
+    run(&client, "select setval('lanebridge.notify_clock', 0)").await;
+    let said = refusal(&client, &prepare).await;
+    assert_eq!(said, "0A000 cannot PREPARE a transaction that has executed LISTEN, UNLISTEN, or NOTIFY");
 }
 
 // A publisher reads the lease; the one who moves it ahead must never make it wait.
 async fn a_listener_makes_no_publisher_wait(db: &Installation) {
     let mut client = db.connect().await;
+    run(&client, r#"listen "lanebridge.deliveries""#).await;
     let moving = client.transaction().await.unwrap();
-    moving.batch_execute("select lanebridge.listening(60)").await.unwrap();
+    let moved: bool = moving.query_one("select lanebridge.listening(60)", &[]).await.unwrap().get(0);
+    assert!(moved);
     run(&db.connect().await, "set lock_timeout = '100ms'; select lanebridge.publish('t', 'p', 'k')").await;
     moving.rollback().await.unwrap();
 }
 
 // At most a hundred a second over all sessions, whatever they publish.
 async fn publishers_together_notify_at_most_every_ten_milliseconds(db: &Installation) {
-    run(&db.connect().await, "select lanebridge.listening(600)").await;
+    listening(&db.connect().await, 600).await;
     let began = std::time::Instant::now();
     let publishing = async {
         let mut clients = tokio::task::JoinSet::new();
