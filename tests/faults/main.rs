@@ -24,4 +24,5 @@ mod stage;
 mod versions;
 mod wal;
 mod wal_costs;
+mod wal_ledger;
 mod wal_refusals;

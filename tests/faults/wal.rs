@@ -44,7 +44,7 @@ pub fn watchful(setup: Setup) -> Setup {
 }
 
 /// A poll so rare that what arrives soon was brought by the stream.
-fn patient(setup: Setup) -> Setup {
+pub fn patient(setup: Setup) -> Setup {
     setup.with("\"50ms\"", "\"20s\"").with("sweep_interval = \"1s\"", "sweep_interval = \"20s\"")
 }
 
