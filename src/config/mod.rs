@@ -100,7 +100,7 @@ pub struct Wal {
     pub cache_bytes: u64,
     /// Of a transaction with more payload bytes, only the lanes that it touched are remembered.
     pub max_transaction: u64,
-    /// Log that the slot may keep, bytes, before it is dropped.
+    /// Log from before the last checkpoint that the slot may keep, bytes, before it is dropped.
     pub max_retained: u64,
     /// Bytes that decoding may write to disk in one canary interval before the slot is dropped.
     pub max_spill: u64,

@@ -61,6 +61,14 @@ impl Setup {
     }
 
     /// Runs to the end; stdout, or a panic with stderr.
+    /// Waits until the log has this.
+    pub async fn says(&self, what: &str, deadline: Duration) {
+        let said = eventually(what, deadline * 2, || std::future::ready(self.log().contains(what)));
+        if tokio::time::timeout(deadline, said).await.is_err() {
+            panic!("{what:?} was not logged within {deadline:?}: {}", self.log());
+        }
+    }
+
     pub fn run(&self, arguments: &[&str]) -> String {
         let output = self.command(arguments).output().expect("start lanebridge");
         assert!(output.status.success(), "lanebridge {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));

@@ -42,9 +42,10 @@ select current_setting('wal_level') as wal_level, p.oid is not null as there, co
   left join pg_publication_rel r on r.prpubid = p.oid and r.prrelid = e.oid";
 /// $1 mark.
 const CANARY: &str = "select {schema}.{p}canary($1)";
-/// What a slot keeps: bytes of log, and bytes that its decoding wrote to disk so far. $1 name of the slot.
+/// What a slot costs: bytes of log that the server would have removed without it (what came after the last checkpoint
+/// stays anyway), and bytes that its decoding wrote to disk so far. $1 name of the slot.
 const WEIGH: &str = "
-select (pg_current_wal_lsn() - s.restart_lsn)::bigint,
+select ((select redo_lsn from pg_control_checkpoint()) - s.restart_lsn)::bigint,
        coalesce((select t.spill_bytes from pg_stat_replication_slots t where t.slot_name = s.slot_name), 0)
   from pg_replication_slots s where s.slot_name = $1";
 /// Who keeps a slot from being made: the transactions that its maker waits for. $1 pid of the maker.
@@ -140,6 +141,14 @@ struct Supply {
     report: Report,
     /// A canary came back from the last stream.
     was_up: bool,
+}
+
+/// What the slot cost when it was weighed last.
+#[derive(Default)]
+struct Weights {
+    /// It kept more log than it may.
+    over: bool,
+    spilled: u64,
 }
 
 /// What the database was told last.
@@ -241,7 +250,7 @@ impl Supply {
         let mut ticks = tokio::time::interval(wal.canary_interval);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut missing = 0;
-        let mut spilled_before = None;
+        let mut weights = Weights::default();
         let mut useless_since: Option<Instant> = None;
         let mut counted = (0, 0);
         loop {
@@ -267,7 +276,7 @@ impl Supply {
                 },
             }
             // Before the canaries: a walsender that is late because it decodes a large transaction is that, not broken.
-            if let Some(problem) = self.too_heavy(control, slot, &mut spilled_before).await {
+            if let Some(problem) = self.too_heavy(control, slot, &mut weights).await {
                 return problem;
             }
             if missing >= MISSING {
@@ -292,22 +301,24 @@ impl Supply {
         }
     }
 
-    async fn too_heavy(&self, control: &Client, slot: &str, spilled_before: &mut Option<i64>) -> Option<(Error, Wait)> {
+    async fn too_heavy(&self, control: &Client, slot: &str, weights: &mut Weights) -> Option<(Error, Wait)> {
         let wal = &self.setup.settings;
         let row = match control.query_opt(WEIGH, &[&slot]).await {
             Ok(Some(row)) => row,
-            Ok(None) => return Some((Error::transient(format!("the slot {slot} is gone")), Wait::Soon)),
+            Ok(None) => return Some((Error::transient("the slot is gone"), Wait::Soon)),
             Err(error) => return Some((error, Wait::Soon)),
         };
-        let retained: i64 = row.try_get(0).unwrap_or(0);
-        let spilled: i64 = row.try_get(1).unwrap_or(0);
-        let grown = spilled - spilled_before.replace(spilled).unwrap_or(0);
-        if u64::try_from(retained).unwrap_or(0) > wal.max_retained {
+        let retained = row.try_get::<_, i64>(0).ok().and_then(|bytes| u64::try_from(bytes).ok()).unwrap_or(0);
+        let spilled = row.try_get::<_, i64>(1).ok().and_then(|bytes| u64::try_from(bytes).ok()).unwrap_or(0);
+        let grown = spilled.saturating_sub(std::mem::replace(&mut weights.spilled, spilled));
+        let was_over = std::mem::replace(&mut weights.over, retained > wal.max_retained);
+        // Twice: a slot moves some moments after the checkpoint that lets it.
+        if was_over && weights.over {
             let error = Error::transient(format!("the slot keeps {retained} bytes of log, more than max_retained"))
                 .hint("a long transaction, or more load than one walsender decodes");
             return Some((error, Wait::CaughtUp));
         }
-        if u64::try_from(grown).unwrap_or(0) > wal.max_spill {
+        if grown > wal.max_spill {
             let error = Error::transient(format!("decoding wrote {grown} bytes to disk, more than max_spill"))
                 .hint("large transactions, perhaps of other tables; each stream decodes them all");
             return Some((error, Wait::CaughtUp));
@@ -327,7 +338,7 @@ impl Supply {
     /// Polling from now on, because of `error`.
     async fn polls(&mut self, error: &Error) {
         let reason = error.report();
-        let said = self.said.as_ref().is_some_and(|(said, at)| *said == reason && at.elapsed() < SAY_EVERY);
+        let said = self.said.as_ref().is_some_and(|(said, at)| is_same(said, &reason) && at.elapsed() < SAY_EVERY);
         if !said {
             let auto_cannot = self.setup.kind == SourceKind::Auto && error.class() != Class::Transient;
             if auto_cannot {
@@ -350,6 +361,12 @@ impl Supply {
             Err(error) => tracing::debug!(error = %error.report(), "could not report the source"),
         }
     }
+}
+
+/// Two reasons that differ in their figures only.
+fn is_same(one: &str, other: &str) -> bool {
+    let words = |text: &str| text.chars().filter(|c| !c.is_ascii_digit()).collect::<String>();
+    words(one) == words(other)
 }
 
 /// Whether the server and the publication can give us events at all.
@@ -423,4 +440,16 @@ fn explain(error: Error) -> (Error, Wait) {
 
 fn quote(name: &str) -> String {
     format!("\"{}\"", name.replace('"', "\"\""))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_same;
+
+    /// The figures of a reason change each time; that is no reason to say it again.
+    #[test]
+    fn reasons_are_the_same_apart_from_their_figures() {
+        assert!(is_same("the slot keeps 70000000 bytes", "the slot keeps 8 bytes"));
+        assert!(!is_same("the slot keeps 7 bytes", "decoding wrote 7 bytes"));
+    }
 }
