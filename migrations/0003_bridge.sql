@@ -54,12 +54,68 @@ begin
     return true;
 end $$;
 
--- Tries the advisory locks of the lanes asked for; returns those that the session now holds and did not before.
-create function {schema}.{p}lock_lanes(p_lanes smallint[]) returns setof smallint
-language sql set search_path = pg_catalog, pg_temp as $$
-    select l from {schema}.{p}installation i, unnest(p_lanes) l
-     where pg_try_advisory_lock(i.owner_lock_class, l)
+-- Tries the advisory locks of the lanes asked for, in their order, until p_most are taken; returns those that the session
+-- now holds and did not before.
+create function {schema}.{p}lock_lanes(p_lanes smallint[], p_most integer) returns setof smallint
+language plpgsql set search_path = pg_catalog, pg_temp as $$
+declare
+    v_class integer := (select i.owner_lock_class from {schema}.{p}installation i);
+    v_taken integer := 0;
+    l smallint;
+begin
+    foreach l in array p_lanes loop
+        exit when v_taken >= p_most;
+        if pg_try_advisory_lock(v_class, l) then
+            v_taken := v_taken + 1;
+            return next l;
+        end if;
+    end loop;
+end $$;
+
+-- Bridges that are not fenced and whose lock session is there, with their lanes: who shares.
+create function {schema}.{p}peers() returns table (epoch bigint, name text, beat bigint, lanes bigint)
+language sql stable set search_path = pg_catalog, pg_temp as $$
+    select b.epoch, b.name, b.beat, (select count(*) from {schema}.{p}lanes l where l.epoch = b.epoch)
+      from {schema}.{p}bridges b
+     where b.fenced_at is null and exists (select from pg_stat_activity a where a.pid = b.lock_pid)
 $$;
+
+-- Gives lanes back that were drained: no owner is left to fence. Their locks are freed by unlock_lanes, and only when this
+-- is committed: who got a lock before would still see us as the owner, and fence us.
+create function {schema}.{p}release_lanes(p_epoch bigint, p_lanes smallint[]) returns void
+language plpgsql set search_path = pg_catalog, pg_temp as $$
+begin
+    perform {schema}.{p}fence(p_epoch);
+    update {schema}.{p}lanes l set epoch = null, taken_at = null where l.epoch = p_epoch and l.lane = any (p_lanes);
+end $$;
+
+create function {schema}.{p}unlock_lanes(p_lanes smallint[]) returns void
+language plpgsql set search_path = pg_catalog, pg_temp as $$
+begin
+    perform pg_advisory_unlock(i.owner_lock_class, l) from {schema}.{p}installation i, unnest(p_lanes) l;
+end $$;
+
+-- Ends a bridge whose heartbeat stands still at p_beat: its lock session is terminated, which frees its locks, and its
+-- epoch fenced. False when it moved meanwhile. The kernel answers keepalives for a process that is stopped, so nothing
+-- else would ever free them.
+create function {schema}.{p}end_frozen(p_epoch bigint, p_frozen bigint, p_beat bigint) returns boolean
+language plpgsql set search_path = pg_catalog, pg_temp as $$
+begin
+    perform {schema}.{p}fence(p_epoch);
+    update {schema}.{p}bridges b set fenced_at = clock_timestamp()
+     where b.epoch = p_frozen and b.fenced_at is null and b.beat = p_beat;
+    if not found then
+        return false;
+    end if;
+    -- The session that holds lane locks, not another that got its number since.
+    perform pg_terminate_backend(b.lock_pid) from {schema}.{p}bridges b, {schema}.{p}installation i
+     where b.epoch = p_frozen
+       and exists (select from pg_locks l
+                    where l.pid = b.lock_pid and l.locktype = 'advisory' and l.granted and l.objsubid = 2
+                      and l.database = (select d.oid from pg_database d where d.datname = current_database())
+                      and l.classid::bigint = i.owner_lock_class and l.objid::bigint between 0 and 255);
+    return true;
+end $$;
 
 -- Takes lanes whose locks this session holds: fences whoever left them behind, then writes the new owner. A lane
 -- with an owner and a free lock means that the owner's session ended, and all its lanes with it.
@@ -354,7 +410,7 @@ begin
          where n.nspname = '{schema_text}' and p.proname in (select '{p_text}' || name from pg_catalog.unnest(array[
              'key_lock_limit', 'headers_problem', 'event_problem', 'takes', 'handlers_problem', 'handler_ids', 'held_keys',
              'notify', 'channel', 'republish', 'publish_one', 'insert_batch', 'publish_batch', 'publish', 'publish_many', 'fence', 'register_bridge',
-             'heartbeat', 'listening', 'lock_lanes', 'take_lanes', 'leave', 'complete', 'retry', 'bury', 'promote',
+             'heartbeat', 'listening', 'lock_lanes', 'peers', 'release_lanes', 'unlock_lanes', 'end_frozen', 'take_lanes', 'leave', 'complete', 'retry', 'bury', 'promote',
              'register_handlers', 'requeue', 'ensure_partitions', 'drop_partitions']) name)
     loop
         execute pg_catalog.format('revoke all on function %s from public', f);

@@ -71,8 +71,16 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
     let identity = Identity { name: config.bridge.name.clone(), instance: instance.clone() };
     tracing::info!(bridge = %identity.name, instance = %identity.instance, version = env!("CARGO_PKG_VERSION"),
         handlers = outlets.len(), "bridge starts");
-    let holder = lanes::hold(connector.clone(), names.clone(), identity, tell, release.clone());
-    let mut holder = tokio::spawn(holder);
+    let (left, drained) = mpsc::unbounded_channel();
+    let hold = lanes::Setup {
+        connector: connector.clone(),
+        names: names.clone(),
+        identity,
+        frozen_after: config.bridge.frozen_after,
+        tell,
+        drained,
+    };
+    let mut holder = tokio::spawn(lanes::hold(hold, release.clone()));
     // A bridge that only drains would make publishers notify after it is gone.
     let listener = (config.bridge.wake_up == WakeUp::Notify && !options.once)
         .then(|| tokio::spawn(sources::listen(connector.clone(), names.clone(), Arc::clone(&wake), release.clone())));
@@ -104,7 +112,7 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
         once: options.once,
     };
     let links = Links::new(connector.clone(), names.clone());
-    let dispatch = dispatch::run(outlets, links, settings, news, hints, stop);
+    let dispatch = dispatch::run(outlets, links, settings, news, hints, left, stop);
     // The holder ends by itself only on a failure that no retry ends.
     let ended = tokio::select! {
         ended = dispatch => ended,

@@ -56,6 +56,7 @@ fn write(config: &Config, out: &mut String) -> fmt::Result {
     line(out, "poll_interval", &show_duration(bridge.poll_interval))?;
     line(out, "sweep_interval", &show_duration(bridge.sweep_interval))?;
     line(out, "shutdown_timeout", &show_duration(bridge.shutdown_timeout))?;
+    line(out, "frozen_after", &show_duration(bridge.frozen_after))?;
     line(out, "max_in_flight_bytes", &show_size(bridge.max_in_flight_bytes))?;
     line(out, "ce_source", &bridge.ce_source)?;
 

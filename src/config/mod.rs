@@ -80,6 +80,8 @@ pub struct Bridge {
     /// How often each owned lane is read from its start (R11).
     pub sweep_interval: Duration,
     pub shutdown_timeout: Duration,
+    /// A bridge whose heartbeat stands still for so long is ended by another.
+    pub frozen_after: Duration,
     /// Payload bytes in memory, over all handlers (R14).
     pub max_in_flight_bytes: u64,
     /// `ce_source`; default `/lanebridge/<schema>`.

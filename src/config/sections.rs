@@ -25,6 +25,8 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 const SWEEP_INTERVAL: Duration = Duration::from_secs(5);
 /// Below the 30 s after which Kubernetes kills.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(20);
+/// Twice the longest heartbeat; a machine that swaps that long has stopped delivering.
+const FROZEN_AFTER: Duration = Duration::from_secs(10);
 /// Some 200,000 payloads of 300 bytes, or 64 of the largest.
 const MAX_IN_FLIGHT_BYTES: u64 = 64 << 20;
 
@@ -155,6 +157,7 @@ pub(super) fn bridge(mut section: Section<'_>, schema: &str, max_payload_bytes: 
         section.problem(section.at_key(key), key, what);
     }
     let shutdown_timeout = section.duration("shutdown_timeout", SECOND..=HOUR).unwrap_or(SHUTDOWN_TIMEOUT);
+    let frozen_after = section.duration("frozen_after", 5 * SECOND..=HOUR).unwrap_or(FROZEN_AFTER);
     let max_in_flight_bytes = section.bytes("max_in_flight_bytes", 1 << 20..=64 << 30).unwrap_or(MAX_IN_FLIGHT_BYTES);
     if max_in_flight_bytes < max_payload_bytes.into() {
         let what = format!(
@@ -175,6 +178,7 @@ pub(super) fn bridge(mut section: Section<'_>, schema: &str, max_payload_bytes: 
         poll_interval: poll,
         sweep_interval: sweep,
         shutdown_timeout,
+        frozen_after,
         max_in_flight_bytes,
         ce_source,
     }
@@ -287,6 +291,7 @@ mod tests {
             ("bridge", "poll_interval", ["10ms", "5s"], ["9ms", "61m"]),
             ("bridge", "sweep_interval", ["1s", "1h"], ["999ms", "61m"]),
             ("bridge", "shutdown_timeout", ["1s", "1h"], ["999ms", "61m"]),
+            ("bridge", "frozen_after", ["5s", "1h"], ["4s", "61m"]),
             ("bridge", "max_in_flight_bytes", ["1MiB", "64GiB"], ["1023KiB", "65GiB"]),
             ("wal", "cache_bytes", ["1MiB", "64GiB"], ["1023KiB", "65GiB"]),
             ("wal", "max_transaction", ["1MiB", "1GiB"], ["1023KiB", "1025MiB"]),

@@ -102,7 +102,7 @@ union all
 select format('GRANT EXECUTE ON FUNCTION %s TO %I;', p.oid::regprocedure, current_user)
   from pg_proc p
  where p.pronamespace = (select c.relnamespace from pg_class c where c.oid = '{schema}.{p}events'::regclass)
-   and p.proname in (select '{p_text}' || f from unnest(array['fence', 'register_bridge', 'heartbeat', 'listening', 'lock_lanes', 'take_lanes',
+   and p.proname in (select '{p_text}' || f from unnest(array['fence', 'register_bridge', 'heartbeat', 'listening', 'lock_lanes', 'peers', 'release_lanes', 'unlock_lanes', 'end_frozen', 'take_lanes',
        'leave', 'complete', 'retry', 'bury', 'promote', 'register_handlers', 'requeue', 'ensure_partitions',
        'drop_partitions', 'channel', 'canary', 'report_source']) f)
    and not has_function_privilege(p.oid, 'EXECUTE')";

@@ -106,6 +106,7 @@ pub(crate) async fn run(
     settings: Settings,
     mut ownership: mpsc::Receiver<Ownership>,
     hints: Hints,
+    left: mpsc::UnboundedSender<Vec<i16>>,
     stop: CancellationToken,
 ) -> Result<(Ended, Totals)> {
     let plan = Plan::new(outlets.iter().map(|outlet| outlet.rules.clone()).collect());
@@ -114,6 +115,7 @@ pub(crate) async fn run(
         outlets: outlets.into_iter().map(|outlet| (outlet.rules.id, Arc::new(outlet))).collect(),
         links: Arc::new(links),
         feed: hints.feed,
+        left,
         tasks: JoinSet::new(),
         doing: HashMap::new(),
         polling: false,
@@ -138,6 +140,7 @@ pub(crate) async fn run(
     loop {
         let now = Instant::now();
         let draining = deadline.is_some();
+        run.report_left();
         run.start_writing(now, draining);
         if draining {
             if run.plan.is_drained() && !run.writing {
@@ -181,6 +184,8 @@ struct Loop {
     outlets: HashMap<i32, Arc<Outlet>>,
     links: Arc<Links>,
     feed: Arc<Feed>,
+    /// Where lanes are reported that were drained for another bridge.
+    left: mpsc::UnboundedSender<Vec<i16>>,
     tasks: JoinSet<Done>,
     /// By task, what it does: a panic must not lose it.
     doing: HashMap<Id, Doing>,
@@ -243,9 +248,24 @@ impl Loop {
                 self.none_free = None;
                 self.woken = true;
             }
+            Ownership::Release { lanes } => {
+                self.plan.leave(&lanes);
+                for &lane in &lanes {
+                    for &handler in self.outlets.keys() {
+                        self.feed.set_standing(lane, handler, Standing::Foreign);
+                    }
+                }
+            }
             Ownership::Mark { xid, last_seq } => self.plan.mark(xid, last_seq),
             Ownership::Lost => self.lost(),
             Ownership::NoneFree { owners } => self.none_free = Some(owners),
+        }
+    }
+
+    fn report_left(&mut self) {
+        let left = self.plan.take_left();
+        if !left.is_empty() && self.left.send(left).is_err() {
+            tracing::debug!("nobody waits for lanes that were drained");
         }
     }
 

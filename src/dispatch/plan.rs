@@ -103,6 +103,8 @@ pub(crate) struct Plan {
     /// Where the newest window's versions began.
     versions: u64,
     lanes: BTreeSet<i16>,
+    /// Those of them that go to another bridge: nothing new is read or sent for them.
+    leaving: BTreeSet<i16>,
     /// Windows that a read at once would bring something for, apart from room: more rows, or a sweep under way.
     hungry: BTreeSet<(i16, i32)>,
     /// What the stream showed and no read has seen yet.
@@ -132,6 +134,7 @@ impl Plan {
             windows: HashMap::new(),
             versions: 0,
             lanes: BTreeSet::new(),
+            leaving: BTreeSet::new(),
             hungry: BTreeSet::new(),
             awaited: Awaited::default(),
             marks: VecDeque::new(),
@@ -171,6 +174,7 @@ impl Plan {
         }
         for &lane in lanes {
             self.lanes.insert(lane);
+            self.leaving.remove(&lane);
             for &handler in self.handlers.keys() {
                 self.versions += VERSIONS;
                 self.windows.insert((lane, handler), Window::new(self.versions));
@@ -184,6 +188,7 @@ impl Plan {
         self.remember(acked);
         self.pending = Outcomes::default();
         self.lanes.clear();
+        self.leaving.clear();
         self.windows.clear();
         self.hungry.clear();
         self.awaited.clear();
@@ -195,6 +200,34 @@ impl Plan {
             handler.ready.clear();
             handler.breaker.trial_void(Instant::now());
         }
+    }
+
+    /// These lanes go to another bridge: what is in flight of them is settled, nothing else begins.
+    pub(crate) fn leave(&mut self, lanes: &[i16]) {
+        for lane in lanes.iter().filter(|lane| self.lanes.contains(lane)) {
+            self.leaving.insert(*lane);
+            for &handler in self.handlers.keys() {
+                self.awaited.forget(*lane, handler);
+            }
+        }
+    }
+
+    /// Lanes that left and are drained; they are forgotten.
+    pub(crate) fn take_left(&mut self) -> Vec<i16> {
+        let drained = |lane: &i16| {
+            self.handlers.keys().all(|handler| self.windows.get(&(*lane, *handler)).is_none_or(Window::is_drained))
+        };
+        let left: Vec<i16> = self.leaving.iter().copied().filter(drained).collect();
+        for lane in &left {
+            self.leaving.remove(lane);
+            self.lanes.remove(lane);
+            for (&id, handler) in &mut self.handlers {
+                handler.ready.remove(lane);
+                self.windows.remove(&(*lane, id));
+                self.hungry.remove(&(*lane, id));
+            }
+        }
+        left
     }
 
     /// Ids that are to be deleted first if their lanes come back. Bounded: past the limit the oldest knowledge goes,
@@ -244,7 +277,8 @@ impl Plan {
     /// The stream showed these; the next reads look for them.
     pub(crate) fn touched(&mut self, touches: &[Touch], now: Instant) {
         for touch in touches {
-            if let Some(window) = self.windows.get_mut(&(touch.lane, touch.handler))
+            if !self.leaving.contains(&touch.lane)
+                && let Some(window) = self.windows.get_mut(&(touch.lane, touch.handler))
                 && !self.awaited.add(touch, now)
             {
                 window.expect_more();
@@ -262,6 +296,7 @@ impl Plan {
     pub(crate) fn standing(&self, lane: i16, handler: i32) -> Standing {
         match self.windows.get(&(lane, handler)) {
             None => Standing::Foreign,
+            Some(_) if self.leaving.contains(&lane) => Standing::Foreign,
             Some(window) if window.has_more() => Standing::Behind,
             Some(_) => Standing::Current,
         }
@@ -269,7 +304,11 @@ impl Plan {
 
     /// Whether reading again at once would bring something: a page was cut, or a sweep is under way.
     pub(crate) fn wants_more(&self) -> bool {
-        let wanting = self.hungry.iter().filter_map(|pair| Some((pair.1, self.windows.get(pair)?)));
+        let wanting = self
+            .hungry
+            .iter()
+            .filter(|(lane, _)| !self.leaving.contains(lane))
+            .filter_map(|pair| Some((pair.1, self.windows.get(pair)?)));
         wanting.into_iter().any(|(handler, window)| {
             (window.sweep().is_some() && window.queued() < 2 * QUEUE)
                 || (window.has_more() && self.handlers.get(&handler).is_some_and(|state| room(state, window) > 0))
@@ -284,7 +323,7 @@ impl Plan {
             false => self.hungry.iter().copied().chain(self.awaited.due(now)).collect(),
         };
         let (mut asks, mut more) = (Vec::new(), Vec::new());
-        for (lane, handler) in pairs {
+        for (lane, handler) in pairs.into_iter().filter(|(lane, _)| !self.leaving.contains(lane)) {
             let (Some(state), Some(window)) = (self.handlers.get(&handler), self.windows.get_mut(&(lane, handler)))
             else {
                 continue;
@@ -410,6 +449,10 @@ impl Plan {
                 handler.ready.remove(&lane);
                 continue;
             };
+            if self.leaving.contains(&lane) {
+                handler.ready.remove(&lane);
+                continue;
+            }
             if bytes == 0 && !rows.is_empty() {
                 break;
             }

@@ -52,6 +52,11 @@ impl Window {
         self.queued.is_empty() && self.in_flight.is_empty() && self.completing.is_empty()
     }
 
+    /// Nothing is in flight or to be written; what is queued was never taken.
+    pub(crate) fn is_drained(&self) -> bool {
+        self.in_flight.is_empty() && self.completing.is_empty()
+    }
+
     pub(crate) fn queued(&self) -> usize {
         self.queued.len()
     }

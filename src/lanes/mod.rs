@@ -5,11 +5,16 @@
 //! announced as lost; locks live and die with the session, so they are lost together.
 //! Never: the session runs nothing else, and it never goes through a pool.
 
+mod share;
+
 use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior};
+use tokio_postgres::Statement;
 use tokio_util::sync::CancellationToken;
+
+use share::{Moves, Peer, Watch, share, surplus};
 
 use crate::db::{Client, Connector, Names, Session};
 use crate::error::{Error, Result};
@@ -22,22 +27,24 @@ const LIVENESS: Duration = Duration::from_secs(5);
 /// meanwhile.
 const RECONNECT: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 
-const LANES: i16 = 256;
+const LAST_LANE: i16 = 255;
 
 /// $1 name, $2 instance, $3 version.
 const REGISTER: &str = "select {schema}.{p}register_bridge($1, $2, $3)";
-/// $1 lanes.
-const LOCK: &str = "select * from {schema}.{p}lock_lanes($1)";
+/// $1 lanes, $2 most.
+const LOCK: &str = "select * from {schema}.{p}lock_lanes($1, $2)";
 /// $1 epoch, $2 lanes.
 const TAKE: &str = "select {schema}.{p}take_lanes($1, $2)";
+/// $1 epoch, $2 lanes; then, committed, $1 lanes.
+const RELEASE: &str = "select {schema}.{p}release_lanes($1, $2)";
+const UNLOCK: &str = "select {schema}.{p}unlock_lanes($1)";
 /// $1 epoch.
 const HEARTBEAT_SQL: &str = "select alive, locks, last_seq, xid from {schema}.{p}heartbeat($1)";
+const PEERS: &str = "select epoch, name, beat, lanes from {schema}.{p}peers()";
+/// $1 epoch, $2 the frozen one's, $3 its beat.
+const END_FROZEN: &str = "select {schema}.{p}end_frozen($1, $2, $3)";
 /// $1 epoch.
 const LEAVE: &str = "select {schema}.{p}leave($1)";
-/// Who holds lanes now, for a line that says why there are none to get.
-const OWNERS: &str = "
-select distinct b.name from {schema}.{p}lanes l join {schema}.{p}bridges b on b.epoch = l.epoch
- where b.fenced_at is null order by 1";
 
 /// What the owner of the session tells dispatch.
 #[derive(Debug)]
@@ -50,6 +57,10 @@ pub(crate) enum Ownership {
     Mark {
         xid: i64,
         last_seq: i64,
+    },
+    /// These lanes go to another bridge: nothing new for them, and word when they are drained.
+    Release {
+        lanes: Vec<i16>,
     },
     /// All lanes of the epoch are gone; nothing may be sent or written for them.
     Lost,
@@ -67,26 +78,34 @@ pub(crate) struct Identity {
     pub instance: String,
 }
 
-/// Holds lanes until `stop`, then gives them back; reconnects by itself. `stop` is for after the drain.
+/// What holding lanes needs.
+pub(crate) struct Setup {
+    pub connector: Connector,
+    pub names: Names,
+    pub identity: Identity,
+    /// A bridge whose heartbeat stands still for so long is ended.
+    pub frozen_after: Duration,
+    /// Where news goes.
+    pub tell: mpsc::Sender<Ownership>,
+    /// Lanes that dispatch drained after [`Ownership::Release`].
+    pub drained: mpsc::UnboundedReceiver<Vec<i16>>,
+}
+
+/// Holds a fair share of the lanes until `stop`, then gives them back; reconnects by itself. `stop` is for after the
+/// drain.
 ///
 /// # Errors
 /// A failure that no retry ends, such as a schema that does not fit.
-pub(crate) async fn hold(
-    connector: Connector,
-    names: Names,
-    identity: Identity,
-    tell: mpsc::Sender<Ownership>,
-    stop: CancellationToken,
-) -> Result<()> {
+pub(crate) async fn hold(mut setup: Setup, stop: CancellationToken) -> Result<()> {
     let mut wait = RECONNECT.0;
     loop {
         let began = Instant::now();
-        let ended = term(&connector, &names, &identity, &tell, &stop).await;
+        let ended = term(&mut setup, &stop).await;
         if stop.is_cancelled() {
             return ended;
         }
         // A full channel cannot lose this: dispatch must know before anything else is announced.
-        if tell.send(Ownership::Lost).await.is_err() {
+        if setup.tell.send(Ownership::Lost).await.is_err() {
             return Ok(());
         }
         match ended {
@@ -109,100 +128,225 @@ pub(crate) async fn hold(
 }
 
 /// One session from its registration to its end.
-async fn term(
-    connector: &Connector,
-    names: &Names,
-    identity: &Identity,
-    tell: &mpsc::Sender<Ownership>,
-    stop: &CancellationToken,
-) -> Result<()> {
-    let session = connector.connect("lock", Session::Lock).await?;
-    let epoch: i64 =
-        one(&session, &names.render(REGISTER), &[&identity.name, &identity.instance, &env!("CARGO_PKG_VERSION")])
-            .await?;
-    let lock = session.prepare(&names.render(LOCK)).await?;
-    let heartbeat = session.prepare(&names.render(HEARTBEAT_SQL)).await?;
-    let mut held: Vec<i16> = Vec::new();
+async fn term(setup: &mut Setup, stop: &CancellationToken) -> Result<()> {
+    let mut term = Term::begin(setup).await?;
     let mut ticks = tokio::time::interval(HEARTBEAT);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut first_round = true;
     loop {
         tokio::select! {
             () = stop.cancelled() => break,
-            () = session.closed() => return Err(Error::transient("the server closed the lock session")),
+            () = term.session.closed() => return Err(Error::transient("the server closed the lock session")),
+            Some(lanes) = setup.drained.recv() => {
+                term.release(&lanes).await?;
+                continue;
+            }
             _ = ticks.tick() => {}
         }
-        let wanted: Vec<i16> = (0..LANES).filter(|lane| !held.contains(lane)).collect();
-        if !wanted.is_empty() {
-            let rows = session.query(&lock, &[&wanted]).await?;
-            let mut gained = Vec::with_capacity(rows.len());
-            for row in &rows {
-                gained.push(row.try_get::<_, i16>(0).map_err(|e| Error::new("read a lane's number").source_is(e))?);
-            }
-            if !gained.is_empty() {
-                let fenced: Vec<i64> = one(&session, &names.render(TAKE), &[&epoch, &gained]).await?;
-                if !fenced.is_empty() {
-                    tracing::info!(epoch, fenced = ?fenced, lanes = gained.len(), "took over lanes of a bridge that left without saying so");
-                }
-                held.extend(&gained);
-                tracing::info!(epoch, lanes = held.len(), "own lanes");
-            }
-            beat(&session, &heartbeat, epoch, held.len(), tell).await?;
-            if !gained.is_empty() && tell.send(Ownership::Gained { epoch, lanes: gained }).await.is_err() {
-                break;
-            }
-        } else {
-            beat(&session, &heartbeat, epoch, held.len(), tell).await?;
+        let peers = term.peers().await?;
+        let gained = term.take(&peers).await?;
+        term.beat(&setup.tell).await?;
+        let mut news = Vec::new();
+        if !gained.is_empty() {
+            news.push(Ownership::Gained { epoch: term.epoch, lanes: gained });
         }
-        if first_round && held.is_empty() {
-            let rows = session.query(&names.render(OWNERS), &[]).await?;
-            let owners = rows.iter().filter_map(|row| row.try_get(0).ok()).collect::<Vec<String>>();
+        if first_round && term.held.is_empty() {
+            let owners: Vec<String> = peers.names;
             tracing::info!(owners = ?owners, "every lane is owned by another bridge; standing by");
-            if tell.send(Ownership::NoneFree { owners }).await.is_err() {
-                break;
+            news.push(Ownership::NoneFree { owners });
+        }
+        let leaving = term.give_up(&peers.all);
+        if !leaving.is_empty() {
+            tracing::info!(lanes = leaving.len(), "other bridges lack lanes; giving some up");
+            news.push(Ownership::Release { lanes: leaving });
+        }
+        for news in news {
+            if setup.tell.send(news).await.is_err() {
+                // Dispatch has ended; what it sent is settled only when the brokers are closed.
+                stop.cancelled().await;
             }
         }
+        if stop.is_cancelled() {
+            break;
+        }
+        term.end_frozen(&peers.all, setup.frozen_after).await?;
         first_round = false;
     }
-    // Dispatch may have ended before; what it sent is settled only when the brokers are closed.
-    stop.cancelled().await;
-    session.execute(&names.render(LEAVE), &[&epoch]).await?;
+    term.session.execute(&setup.names.render(LEAVE), &[&term.epoch]).await?;
     Ok(())
 }
 
-/// One proof that `held` locks are still this session's.
-async fn beat(
-    session: &Client,
-    heartbeat: &tokio_postgres::Statement,
+/// The other bridges, and ours, at one moment.
+struct Peers {
+    all: Vec<Peer>,
+    /// Names of those that own lanes.
+    names: Vec<String>,
+}
+
+/// A registered session and what it holds.
+struct Term {
+    session: Client,
     epoch: i64,
-    held: usize,
-    tell: &mpsc::Sender<Ownership>,
-) -> Result<()> {
-    let row = tokio::time::timeout(LIVENESS, session.query_one(heartbeat, &[&epoch]))
-        .await
-        .map_err(|_| Error::transient(format!("no answer to a heartbeat within {LIVENESS:?}")))??;
-    let broken = |source| Error::new("read a heartbeat").source_is(source);
-    let alive: bool = row.try_get(0).map_err(broken)?;
-    let locks: i32 = row.try_get(1).map_err(broken)?;
-    if !alive {
-        return Err(Error::transient(format!("epoch {epoch} was fenced by another bridge")));
-    }
-    if usize::try_from(locks).ok() != Some(held) {
-        return Err(Error::transient(format!("the session holds {locks} lane locks of {held}"))
-            .hint("something ran DISCARD ALL or pg_advisory_unlock_all on it, or a pooler is in between"));
-    }
-    let mark = Ownership::Mark { last_seq: row.try_get(2).map_err(broken)?, xid: row.try_get(3).map_err(broken)? };
-    if tell.send(mark).await.is_err() {
-        tracing::debug!("nobody listens to marks any more");
-    }
-    Ok(())
+    held: Vec<i16>,
+    /// Given up, and not drained yet.
+    leaving: Vec<i16>,
+    moves: Moves,
+    watch: Watch,
+    lock: Statement,
+    take: Statement,
+    release: Statement,
+    unlock: Statement,
+    heartbeat: Statement,
+    peers: Statement,
+    end_frozen: Statement,
 }
 
-async fn one<T: for<'a> tokio_postgres::types::FromSql<'a>>(
-    session: &Client,
-    sql: &str,
-    values: &[&(dyn tokio_postgres::types::ToSql + Sync)],
-) -> Result<T> {
-    let row = session.query_one(sql, values).await?;
+impl Term {
+    async fn begin(setup: &mut Setup) -> Result<Self> {
+        let session = setup.connector.connect("lock", Session::Lock).await?;
+        let Identity { name, instance } = &setup.identity;
+        let register = setup.names.render(REGISTER);
+        let epoch: i64 = one(session.query_one(&register, &[name, instance, &env!("CARGO_PKG_VERSION")]).await?)?;
+        // Words of an earlier term are about lanes that are lost.
+        while setup.drained.try_recv().is_ok() {}
+        let prepare = async |sql: &str| session.prepare(&setup.names.render(sql)).await;
+        Ok(Self {
+            epoch,
+            held: Vec::new(),
+            leaving: Vec::new(),
+            moves: Moves::new(Instant::now().into_std()),
+            watch: Watch::default(),
+            lock: prepare(LOCK).await?,
+            take: prepare(TAKE).await?,
+            release: prepare(RELEASE).await?,
+            unlock: prepare(UNLOCK).await?,
+            heartbeat: prepare(HEARTBEAT_SQL).await?,
+            peers: prepare(PEERS).await?,
+            end_frozen: prepare(END_FROZEN).await?,
+            session,
+        })
+    }
+
+    async fn peers(&self) -> Result<Peers> {
+        let rows = self.session.query(&self.peers, &[]).await?;
+        let broken = |source| Error::new("read the other bridges").source_is(source);
+        let mut peers = Peers { all: Vec::with_capacity(rows.len()), names: Vec::new() };
+        for row in &rows {
+            let lanes: i64 = row.try_get(3).map_err(broken)?;
+            let peer = Peer {
+                epoch: row.try_get(0).map_err(broken)?,
+                beat: row.try_get(2).map_err(broken)?,
+                lanes: usize::try_from(lanes).unwrap_or(0),
+            };
+            if peer.lanes > 0 && peer.epoch != self.epoch {
+                peers.names.push(row.try_get(1).map_err(broken)?);
+            }
+            peers.all.push(peer);
+        }
+        peers.names.sort_unstable();
+        peers.names.dedup();
+        Ok(peers)
+    }
+
+    /// Takes free lanes up to our share; those of a bridge that is gone are fenced before they are ours.
+    async fn take(&mut self, peers: &Peers) -> Result<Vec<i16>> {
+        let most = share(self.epoch, &peers.all).saturating_sub(self.held.len());
+        if most == 0 {
+            return Ok(Vec::new());
+        }
+        let mut wanted: Vec<i16> = (0..=LAST_LANE).filter(|lane| !self.held.contains(lane)).collect();
+        // In another order at every bridge, so that two that look for lanes at once do not try the same ones.
+        let begin = usize::try_from(self.epoch).unwrap_or(0) * 37 % wanted.len().max(1);
+        wanted.rotate_left(begin);
+        let rows = self.session.query(&self.lock, &[&wanted, &i32::try_from(most).unwrap_or(i32::MAX)]).await?;
+        let mut gained = Vec::with_capacity(rows.len());
+        for row in rows {
+            gained.push(one::<i16>(row)?);
+        }
+        if !gained.is_empty() {
+            let fenced: Vec<i64> = one(self.session.query_one(&self.take, &[&self.epoch, &gained]).await?)?;
+            if !fenced.is_empty() {
+                tracing::info!(epoch = self.epoch, fenced = ?fenced, lanes = gained.len(), "took over lanes of a bridge that left without saying so");
+            }
+            self.held.extend(&gained);
+            self.moves.gained(&gained, Instant::now().into_std());
+            tracing::info!(epoch = self.epoch, lanes = self.held.len(), "own lanes");
+        }
+        Ok(gained)
+    }
+
+    /// Lanes that others lack, to be drained.
+    fn give_up(&mut self, peers: &[Peer]) -> Vec<i16> {
+        let staying = self.held.len() - self.leaving.len();
+        let surplus = surplus(self.epoch, self.held.len(), peers).saturating_sub(self.leaving.len()).min(staying);
+        if surplus == 0 {
+            return Vec::new();
+        }
+        let candidates: Vec<i16> = self.held.iter().copied().filter(|lane| !self.leaving.contains(lane)).collect();
+        let chosen = self.moves.choose(&candidates, surplus, Instant::now().into_std());
+        self.leaving.extend(&chosen);
+        chosen
+    }
+
+    /// Lanes that are drained become free; first in the table, then, committed, by their locks.
+    async fn release(&mut self, lanes: &[i16]) -> Result<()> {
+        let lanes: Vec<i16> = lanes.iter().copied().filter(|lane| self.leaving.contains(lane)).collect();
+        self.session.execute(&self.release, &[&self.epoch, &lanes]).await?;
+        self.session.execute(&self.unlock, &[&lanes]).await?;
+        self.held.retain(|lane| !lanes.contains(lane));
+        self.leaving.retain(|lane| !lanes.contains(lane));
+        tracing::info!(epoch = self.epoch, lanes = self.held.len(), "own lanes");
+        Ok(())
+    }
+
+    async fn end_frozen(&mut self, peers: &[Peer], limit: Duration) -> Result<()> {
+        for (epoch, beat) in self.watch.frozen(self.epoch, peers, limit, Instant::now().into_std()) {
+            let ended = self.session.query_one(&self.end_frozen, &[&self.epoch, &epoch, &beat]).await;
+            match ended.and_then(one::<bool>) {
+                Ok(true) => {
+                    tracing::warn!(
+                        epoch,
+                        "the heartbeat of a bridge stood still for {limit:?}; its session is ended and its epoch fenced"
+                    );
+                }
+                // It moved after all.
+                Ok(false) => {}
+                Err(error) if self.session.is_closed() => return Err(error),
+                Err(error) => {
+                    tracing::warn!(epoch, error = %error.report(), hint = "bridges need one role, or pg_signal_backend",
+                        "the heartbeat of a bridge stands still, and its session cannot be ended");
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Term {
+    /// One proof that the locks are still this session's.
+    async fn beat(&self, tell: &mpsc::Sender<Ownership>) -> Result<()> {
+        let (epoch, held) = (self.epoch, self.held.len());
+        let row = tokio::time::timeout(LIVENESS, self.session.query_one(&self.heartbeat, &[&epoch]))
+            .await
+            .map_err(|_| Error::transient(format!("no answer to a heartbeat within {LIVENESS:?}")))??;
+        let broken = |source| Error::new("read a heartbeat").source_is(source);
+        let alive: bool = row.try_get(0).map_err(broken)?;
+        let locks: i32 = row.try_get(1).map_err(broken)?;
+        if !alive {
+            return Err(Error::transient(format!("epoch {epoch} was fenced by another bridge")));
+        }
+        if usize::try_from(locks).ok() != Some(held) {
+            return Err(Error::transient(format!("the session holds {locks} lane locks of {held}"))
+                .hint("something ran DISCARD ALL or pg_advisory_unlock_all on it, or a pooler is in between"));
+        }
+        let mark = Ownership::Mark { last_seq: row.try_get(2).map_err(broken)?, xid: row.try_get(3).map_err(broken)? };
+        if tell.send(mark).await.is_err() {
+            tracing::debug!("nobody listens to marks any more");
+        }
+        Ok(())
+    }
+}
+
+fn one<T: for<'a> tokio_postgres::types::FromSql<'a>>(row: tokio_postgres::Row) -> Result<T> {
     row.try_get(0).map_err(|source| Error::new("read the lock session's answer").source_is(source))
 }

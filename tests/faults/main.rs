@@ -20,6 +20,7 @@ mod proxy;
 mod publishers;
 mod server;
 mod services;
+mod sharing;
 mod stage;
 mod versions;
 mod wal;

@@ -282,9 +282,9 @@ async fn requeue_brings_back_with_a_new_generation(db: &Installation) {
 async fn taking_lanes_fences_their_owner(db: &Installation) {
     let (a, b) = (db.connect().await, db.connect().await);
     let (first, second) = (register(&a, "a").await, register(&b, "b").await);
-    let lock = "select * from lanebridge.lock_lanes('{1,2,3}')";
+    let lock = "select * from lanebridge.lock_lanes('{1,2,3}', 256)";
     assert_eq!(all::<i16>(&a, lock).await, [1, 2, 3]);
-    assert_eq!(all::<i16>(&b, "select * from lanebridge.lock_lanes('{3,4}')").await, [4]);
+    assert_eq!(all::<i16>(&b, "select * from lanebridge.lock_lanes('{3,4}', 256)").await, [4]);
     let take = |epoch: i64, lanes: &str| format!("select lanebridge.take_lanes({epoch}, '{{{lanes}}}')");
     assert_eq!(one::<Vec<i64>>(&a, &take(first, "1,2,3")).await, [0; 0]);
     assert_eq!(one::<Vec<i64>>(&b, &take(second, "4")).await, [0; 0]);
@@ -305,10 +305,10 @@ async fn a_heartbeat_counts_the_locks_that_are_left(db: &Installation) {
         (row.get::<_, bool>(0), row.get::<_, i32>(1))
     };
     assert_eq!(beat(&client).await, (true, 0));
-    run(&client, "select lanebridge.lock_lanes(array(select generate_series(0, 255)::smallint))").await;
+    run(&client, "select lanebridge.lock_lanes(array(select generate_series(0, 255)::smallint), 256)").await;
     // Locks that are not ours: an application's, and one taken twice.
     run(&client, "select pg_advisory_lock(1, 1), pg_advisory_lock(7)").await;
-    run(&client, "select lanebridge.lock_lanes('{0}')").await;
+    run(&client, "select lanebridge.lock_lanes('{0}', 256)").await;
     assert_eq!(beat(&client).await, (true, 256));
     assert_eq!(beat(&other).await, (true, 0), "another session holds none");
     run(&client, "select pg_advisory_unlock_all()").await;

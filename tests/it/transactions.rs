@@ -455,10 +455,12 @@ async fn other_names_and_two_installations_do_not_meet(db: &Installation) {
         run(
             &client,
             &format!(
-                "select {}({epoch}, '{{0}}'); select {}({epoch}); select {}('{{0}}'); select {}(10); select {}('0 days');
-                 select {}({epoch}, '{{0}}', 10); select {}('h', '{{1}}'); select {}({epoch})",
+                "select {}({epoch}, '{{0}}'); select {}({epoch}); select {}('{{0}}', 256); select {}(10); select {}('0 days');
+                 select {}({epoch}, '{{0}}', 10); select {}('h', '{{1}}'); select count(*) from {}();
+                 select {}({epoch}, '{{0}}'); select {}('{{0}}'); select {}({epoch}, 0, 0); select {}({epoch})",
                 at("take_lanes"), at("heartbeat"), at("lock_lanes"), at("ensure_partitions"), at("drop_partitions"),
-                at("promote"), at("requeue"), at("leave"),
+                at("promote"), at("requeue"), at("peers"), at("release_lanes"), at("unlock_lanes"), at("end_frozen"),
+                at("leave"),
             ),
         )
         .await;
