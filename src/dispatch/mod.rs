@@ -405,7 +405,8 @@ impl Loop {
                         for ask in &asks {
                             self.feed.set_standing(ask.lane, ask.handler, self.plan.standing(ask.lane, ask.handler));
                         }
-                        let complete = all && empty && self.plan.is_idle() && !self.plan.wants_more();
+                        let complete =
+                            all && empty && self.plan.is_idle() && !self.plan.wants_more() && !self.plan.is_sweeping();
                         self.complete_rounds = if complete { self.complete_rounds + 1 } else { 0 };
                     }
                     Err(error) => {

@@ -18,6 +18,9 @@ use crate::sources::{Ask, Page, Promoted, Row, Standing, Touch};
 
 /// Rows without payload that wait per lane and handler; about 100 bytes each.
 const QUEUE: usize = 128;
+/// Rows that one poll looks at, over all its asks, hidden ones among them; each ask at least as many as it may take.
+/// About a tenth of a second of the server.
+const LOOKS: usize = 20_000;
 /// Acknowledged ids of a lost epoch that are remembered, to be deleted first should their lanes come back.
 const REMEMBERED: usize = 100_000;
 
@@ -266,7 +269,7 @@ impl Plan {
 
     /// Call after what may have made a window want more, or no more.
     fn look_at(&mut self, pair: (i16, i32)) {
-        let wants = self.windows.get(&pair).is_some_and(|window| window.has_more() || window.sweep().is_some());
+        let wants = self.windows.get(&pair).is_some_and(|window| window.has_more() || window.sweeps_at_once());
         if wants {
             self.hungry.insert(pair);
         } else {
@@ -310,7 +313,7 @@ impl Plan {
             .filter(|(lane, _)| !self.leaving.contains(lane))
             .filter_map(|pair| Some((pair.1, self.windows.get(pair)?)));
         wanting.into_iter().any(|(handler, window)| {
-            (window.sweep().is_some() && window.queued() < 2 * QUEUE)
+            (window.sweeps_at_once() && window.queued() < 2 * QUEUE)
                 || (window.has_more() && self.handlers.get(&handler).is_some_and(|state| room(state, window) > 0))
         })
     }
@@ -335,6 +338,7 @@ impl Plan {
                 handler,
                 after,
                 limit: i32::try_from(limit).unwrap_or(i32::MAX),
+                looks: 0,
                 ordered: state.rules.ordered,
                 blocks: state.rules.blocks,
                 version: window.version(),
@@ -361,6 +365,8 @@ impl Plan {
             }
             self.hungry.insert(pair);
         }
+        let looks = i32::try_from(LOOKS / asks.len().max(1)).unwrap_or(i32::MAX);
+        asks.iter_mut().for_each(|ask| ask.looks = ask.limit.max(looks));
         asks
     }
 
@@ -389,6 +395,12 @@ impl Plan {
             };
             target.entry(pair).or_default().push(row);
         }
+        let mut cuts: HashMap<(i16, i32, bool), i64> = HashMap::new();
+        for (lane, handler, seq) in page.cuts {
+            let swept = bounds.get(&(lane, handler)).is_none_or(|after| seq <= *after);
+            let cut = cuts.entry((lane, handler, swept)).or_insert(seq);
+            *cut = seq.max(*cut);
+        }
         for ask in asks {
             let pair = (ask.lane, ask.handler);
             let (Some(window), Some(handler)) = (self.windows.get_mut(&pair), self.handlers.get_mut(&ask.handler))
@@ -409,10 +421,13 @@ impl Plan {
                     window.already_acked(row.id.seq);
                 }
             }
+            let full = rows.last().filter(|_| rows.len() >= limit).map(|row| row.id.seq);
+            let cut = cuts.get(&(ask.lane, ask.handler, ask.sweep)).copied();
+            let read_to = full.into_iter().chain(cut).min().unwrap_or(i64::MAX);
             if ask.sweep {
-                self.totals.swept += window.offer_swept(ask.version, limit, &rows) as u64;
-            } else if window.offer(ask.version, limit, &rows, self.settled) {
-                self.awaited.seen(pair, ask.after, &rows, rows.len() >= limit, page.ended_below, now);
+                self.totals.swept += window.offer_swept(ask.version, read_to, &rows) as u64;
+            } else if window.offer(ask.version, read_to, &rows, self.settled) {
+                self.awaited.seen(pair, ask.after, &rows, read_to, page.ended_below, now);
             }
             if window.queued() > 0 {
                 handler.ready.insert(ask.lane);
@@ -605,6 +620,11 @@ impl Plan {
     }
 
     /// Nothing is queued, in flight or to be written.
+    /// A sweep is under way.
+    pub(crate) fn is_sweeping(&self) -> bool {
+        self.windows.values().any(|window| window.sweep().is_some())
+    }
+
     pub(crate) fn is_idle(&self) -> bool {
         self.pending.is_empty() && self.strays == 0 && self.windows.values().all(Window::is_idle)
     }
