@@ -104,7 +104,7 @@ select format('GRANT EXECUTE ON FUNCTION %s TO %I;', p.oid::regprocedure, curren
  where p.pronamespace = (select c.relnamespace from pg_class c where c.oid = '{schema}.{p}events'::regclass)
    and p.proname in (select '{p_text}' || f from unnest(array['fence', 'register_bridge', 'heartbeat', 'listening', 'lock_lanes', 'peers', 'release_lanes', 'unlock_lanes', 'end_frozen', 'take_lanes',
        'leave', 'complete', 'retry', 'bury', 'promote', 'register_handlers', 'requeue', 'ensure_partitions',
-       'drop_partitions', 'channel', 'canary', 'report_source']) f)
+       'drop_partitions', 'channel', 'canary', 'report_source', 'left_behind', 'suspects', 'record_suspects', 'clear_suspects']) f)
    and not has_function_privilege(p.oid, 'EXECUTE')";
 
 /// Sessions that hold locks of our lanes and are no registered bridge.

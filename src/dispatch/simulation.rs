@@ -154,13 +154,13 @@ impl World {
     fn read(&self, asks: &[Ask], now: Instant) -> Page {
         let (mut rows, mut cuts) = (Vec::new(), Vec::new());
         for ask in asks {
-            assert!(ask.looks >= ask.limit);
+            assert!(ask.looks > ask.limit);
             // As few as the poll may look at, so that reads are cut often.
-            let looks = usize::try_from(ask.limit).unwrap();
+            let limit = usize::try_from(ask.limit).unwrap();
             let ordinary = self.table.range(ask.after + 1..).filter(|(_, row)| row.due_at.is_none());
-            let looked: Vec<(&i64, &Stored)> = ordinary.take(looks).collect();
-            if looked.len() == looks {
-                cuts.extend(looked.last().map(|(seq, _)| (LANE, HANDLER, **seq)));
+            let mut looked: Vec<(&i64, &Stored)> = ordinary.take(limit + 1).collect();
+            if looked.len() > limit {
+                cuts.extend(looked.pop().map(|(seq, _)| (LANE, HANDLER, *seq - 1)));
             }
             let seen = looked.into_iter().filter(|(seq, row)| !self.hidden(**seq, row.key));
             rows.extend(seen.map(|(seq, row)| Row {

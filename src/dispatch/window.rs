@@ -59,6 +59,13 @@ impl Window {
         self.in_flight.is_empty() && self.completing.is_empty()
     }
 
+    /// Every seq below it was read and is settled, as far as it is not held.
+    pub(crate) fn lowest(&self) -> i64 {
+        let first =
+            self.queued.keys().next().into_iter().chain(self.in_flight.keys().next()).chain(self.completing.first());
+        first.copied().min().map_or(self.bound + 1, |seq| seq.min(self.bound + 1))
+    }
+
     pub(crate) fn queued(&self) -> usize {
         self.queued.len()
     }

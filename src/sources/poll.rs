@@ -64,9 +64,7 @@ impl Poller {
             let Some(seq) = get::<Option<i64>>(row, 5)? else { continue };
             let id = DeliveryId { lane: get(row, 3)?, handler: get(row, 4)?, seq };
             if get(row, 11)? {
-                cuts.push((id.lane, id.handler, seq));
-            }
-            if get(row, 12)? {
+                cuts.push((id.lane, id.handler, seq - 1));
                 continue;
             }
             rows.push(Row {

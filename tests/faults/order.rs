@@ -200,7 +200,7 @@ async fn what_waits_behind_one_head_keeps_no_other_key_waiting() {
             "select count(*) from lanebridge.deliveries where key_hash <> {key_hash}",
             key_hash = "hashtextextended('k', 0)"
         );
-        eventually("the other key's is delivered", SOON, || async {
+        eventually("the other key's is delivered", Duration::from_secs(60), || async {
             client.query_one(&left, &[]).await.unwrap().get::<_, i64>(0) == 0
         })
         .await;
