@@ -21,6 +21,7 @@ pub const MIGRATIONS: &[Migration] = &[
     Migration { version: 2, name: "publish", sql: include_str!("../../migrations/0002_publish.sql") },
     Migration { version: 3, name: "bridge", sql: include_str!("../../migrations/0003_bridge.sql") },
     Migration { version: 4, name: "wal", sql: include_str!("../../migrations/0004_wal.sql") },
+    Migration { version: 5, name: "operate", sql: include_str!("../../migrations/0005_operate.sql") },
 ];
 
 /// How often a migration that ran into `lock_timeout` is tried; with the waits, about a minute.
