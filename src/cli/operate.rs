@@ -199,7 +199,7 @@ impl Which {
             return print("nothing was changed, as --dry-run says\n");
         }
         let given = i64::try_from(self.seqs.iter().collect::<BTreeSet<_>>().len()).unwrap_or(i64::MAX);
-        let asked = if given > 0 { given } else { found };
+        let asked = if given > 0 { given.to_string() } else { counted(found) };
         print(&format!("{} {changed} of {asked}\n", action.done()))?;
         if given > found {
             let others = given - found;
