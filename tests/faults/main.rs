@@ -13,6 +13,7 @@ mod ledger;
 mod logins;
 mod memory;
 mod notify;
+mod operate;
 mod order;
 mod outage;
 mod ownership;
