@@ -179,7 +179,7 @@ async fn sinks(config: &Config, report: &mut Report) {
         let what = format!("sink {name}");
         // Nothing is sent, so it does not matter for whom.
         let routes = bridge::routes(config, name, &"".into());
-        if let Some(findings) = report.take(&what, sink.check(&routes).await) {
+        if let Some(findings) = report.take(&what, sink.check(&routes, config.postgres.max_payload_bytes).await) {
             if findings.is_empty() {
                 let open = routes.iter().filter(|r| r.handler.destination.fixed(&r.handler.name).is_none()).count();
                 let detail = match open {
