@@ -2,7 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed test ends with the line that failed")]
 
-use std::process::{Command, Output};
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 use tempfile::TempDir;
@@ -190,6 +191,36 @@ fn a_bad_configuration_is_reported_whole_and_without_secrets() {
         }
         assert!(!stderr.contains("canary"), "{stderr}");
     }
+}
+
+/// I1 where nobody can read: the runtime turns a closed standard output into /dev/null, and its own writer takes a
+/// descriptor that cannot be written to for success.
+#[tokio::test]
+async fn what_cannot_be_written_to_standard_output_is_not_acknowledged() {
+    let it =
+        Installation::new("[sinks.s]\ntype = \"stdout\"\n[handlers.h]\nevents = [\"order.*\"]\nsink = \"s\"\n").await;
+    it.ok(&["migrate"]);
+    it.ok(&["publish", "order.x", "--payload", "p"]);
+    let file = it.folder.path().join("lanebridge.toml");
+    for (redirection, said) in [(">&-", "EPIPE"), ("1</etc/passwd", "WRITE_FAILED"), (">/dev/full", "WRITE_FAILED")] {
+        let mut bridge = Command::new("sh")
+            .args(["-c", &format!("exec \"$0\" -c \"$1\" run {redirection}"), env!("CARGO_BIN_EXE_lanebridge")])
+            .arg(&file)
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let log = BufReader::new(bridge.stderr.take().unwrap());
+        let line = log.lines().map(Result::unwrap).find(|line| line.contains("unreachable; deliveries wait"));
+        let line = line.unwrap_or_else(|| panic!("it ended with {redirection}"));
+        assert!(line.contains(said), "{redirection}: {line}");
+        bridge.kill().unwrap();
+        bridge.wait().unwrap();
+        assert_eq!(it.json(&["deliveries", "list", "--json"]).as_array().unwrap().len(), 1, "{redirection}");
+    }
+    let lines = it.ok(&["run", "--once"]);
+    assert_eq!(serde_json::from_str::<Value>(&lines).unwrap()["data"], "p");
+    assert_eq!(it.json(&["deliveries", "list", "--json"]), Value::Array(Vec::new()));
+    it.drop().await;
 }
 
 #[test]
