@@ -172,6 +172,38 @@ async fn doctor_names_what_is_wrong_and_the_line_that_fixes_it() {
     it.drop().await;
 }
 
+/// B35: all at once, and they are enough.
+#[tokio::test]
+async fn the_grants_that_doctor_prints_are_all_that_a_role_needs() {
+    let it = Installation::new(&handlers()).await;
+    it.ok(&["migrate"]);
+    it.ok(&["publish", "order.x", "--payload", "p"]);
+    let role = format!("{}_role", it.database);
+    sql(&it.server, &format!("create role {role} login")).await;
+    let file = it.folder.path().join("lanebridge.toml");
+    let toml = std::fs::read_to_string(&file).unwrap();
+    let server = it.server.split_once('@').unwrap().1.rsplit_once('/').unwrap().0.to_owned();
+    let bridges = toml.replacen(&it.url(), &format!("postgres://{role}@{server}/{}", it.database), 1);
+    std::fs::write(&file, bridges + "[bridge]\nsource = \"poll\"\n").unwrap();
+    let privileges = || {
+        let rows: Value = serde_json::from_slice(&it.run(&["doctor", "--json"]).stdout).unwrap();
+        let row = |row: &Value| (row["state"].as_str().unwrap().to_owned(), row["fix"].as_str().unwrap().to_owned());
+        rows.as_array().unwrap().iter().filter(|row| row["what"] == "privileges").map(row).collect::<Vec<_>>()
+    };
+    let (owner, grants): (Vec<_>, Vec<_>) = privileges().into_iter().partition(|(state, _)| state == "weak");
+    assert!(matches!(&owner[..], [(_, fix)] if fix.contains("ensure_partitions")), "{owner:?}");
+    assert!(grants.len() > 40, "{grants:?}");
+    sql(&it.url(), &grants.iter().map(|(_, grant)| grant.as_str()).collect::<Vec<_>>().join("\n")).await;
+    assert_eq!(privileges(), owner);
+    it.ok(&["run", "--no-migrate", "--once"]);
+    it.ok(&["status"]);
+    it.ok(&["lanes"]);
+    assert_eq!(it.json(&["deliveries", "list", "--json"]), Value::Array(Vec::new()));
+    let server = it.server.clone();
+    it.drop().await;
+    sql(&server, &format!("drop role {role}")).await;
+}
+
 /// B23, B24, 5.3: every problem at once, with line and suggestion; the secret in none of them.
 #[test]
 fn a_bad_configuration_is_reported_whole_and_without_secrets() {

@@ -357,7 +357,10 @@ fn explain(step: Step, what: String, source: tokio_postgres::Error, has_password
 
 fn hinted(step: Step, error: Error, has_password: bool) -> Error {
     match (step, error.class()) {
-        (Step::Authenticate, Class::Config) if !has_password && super::sqlstate(&error) != Some("3D000") => {
+        // Whoever the server refuses by name, host or right to log in (28000, 3D000) would be refused with one, too.
+        (Step::Authenticate, Class::Config)
+            if !has_password && matches!(super::sqlstate(&error), None | Some("28P01")) =>
+        {
             error.hint("no password is configured: put it into the URL or name a password_file")
         }
         (Step::Tls, Class::Failure) if std::error::Error::source(&error).is_none() => error.hint(NO_TLS),
