@@ -229,8 +229,7 @@ fn a_bad_configuration_is_reported_whole_and_without_secrets() {
 /// descriptor that cannot be written to for success.
 #[tokio::test]
 async fn what_cannot_be_written_to_standard_output_is_not_acknowledged() {
-    let it =
-        Installation::new("[sinks.s]\ntype = \"stdout\"\n[handlers.h]\nevents = [\"order.*\"]\nsink = \"s\"\n").await;
+    let it = Installation::new(stdout_handler()).await;
     it.ok(&["migrate"]);
     it.ok(&["publish", "order.x", "--payload", "p"]);
     let file = it.folder.path().join("lanebridge.toml");
@@ -255,12 +254,89 @@ async fn what_cannot_be_written_to_standard_output_is_not_acknowledged() {
     it.drop().await;
 }
 
+fn stdout_handler() -> &'static str {
+    "[sinks.s]\ntype = \"stdout\"\n[handlers.h]\nevents = [\"order.*\"]\nsink = \"s\"\n"
+}
+
+/// B40: what no CHECK refuses is dead with its reason, and its neighbours go.
+#[tokio::test]
+async fn a_delivery_without_its_event_is_dead_and_stops_no_other() {
+    let it = Installation::new(stdout_handler()).await;
+    it.ok(&["migrate"]);
+    it.ok(&["publish", "order.x", "--payload", "p"]);
+    let rows = "insert into lanebridge.deliveries (lane, handler, seq, created_at, size_bytes, due_at)
+                values (7, 1, 100, now(), 1, null), (7, 1, 101, now(), -5, '-infinity')";
+    sql(&it.url(), rows).await;
+    let lines = it.ok(&["run", "--once"]);
+    assert_eq!(lines.lines().count(), 1, "{lines}");
+    let dead = it.json(&["deliveries", "list", "--json"]);
+    let dead = dead.as_array().unwrap();
+    assert_eq!(dead.len(), 2, "{dead:?}");
+    for row in dead {
+        assert!(row["state"] == "dead" && row["last_error"].as_str().unwrap().starts_with("EVENT_MISSING"), "{row}");
+    }
+    it.drop().await;
+}
+
+/// B41, B42: whatever the database has as its defaults.
+#[tokio::test]
+async fn defaults_of_the_database_change_nothing_on_the_way() {
+    let it = Installation::new(stdout_handler()).await;
+    let set = |setting: &str| format!("alter database {} set {setting};", it.database);
+    let settings = [
+        "datestyle = 'German'",
+        "timezone = 'Australia/Lord_Howe'",
+        "intervalstyle = 'sql_standard'",
+        "bytea_output = 'escape'",
+        "standard_conforming_strings = off",
+        "extra_float_digits = -15",
+        "client_encoding = 'latin1'",
+        "default_transaction_isolation = 'serializable'",
+    ];
+    sql(&it.server, &settings.map(set).concat()).await;
+    it.ok(&["migrate"]);
+    it.ok(&["publish", "order.x", "--payload", r"é\n€ ", "--key", "ü😀 ", "--deliver-at", "2026-03-29T02:30:00+01:00"]);
+    let status = it.json(&["status", "--json"]);
+    assert_eq!(status["handlers"][0]["pending"], 1, "{status}");
+    let event: Value = serde_json::from_str(&it.ok(&["run", "--once"])).unwrap();
+    assert_eq!((event["data"].as_str(), event["partitionkey"].as_str()), (Some(r"é\n€ "), Some("ü😀 ")));
+    it.drop().await;
+}
+
+/// B50: no HOME, no PATH, a working folder that nobody may write to, no temporary folder.
+#[tokio::test]
+async fn it_needs_no_disk_and_no_environment() {
+    let it = Installation::new(stdout_handler()).await;
+    it.ok(&["migrate"]);
+    it.ok(&["publish", "order.x", "--payload", "p"]);
+    let bare = Command::new(env!("CARGO_BIN_EXE_lanebridge"))
+        .arg("-c")
+        .arg(it.folder.path().join("lanebridge.toml"))
+        .args(["run", "--once"])
+        .env_clear()
+        .env("TMPDIR", "/nowhere")
+        .current_dir("/proc")
+        .output()
+        .unwrap();
+    assert!(bare.status.success(), "{}", String::from_utf8_lossy(&bare.stderr));
+    assert_eq!(bare.stdout.iter().filter(|byte| **byte == b'\n').count(), 1);
+    it.drop().await;
+}
+
 #[test]
 fn a_bad_command_line_ends_with_2_and_a_closed_pipe_quietly() {
     let run = |arguments: &[&str]| Command::new(env!("CARGO_BIN_EXE_lanebridge")).args(arguments).output().unwrap();
     assert_eq!(run(&["nonsense"]).status.code(), Some(2));
     assert_eq!(run(&["deliveries", "list", "--state", "lost"]).status.code(), Some(2));
-    assert_eq!(run(&["--help"]).status.code(), Some(0));
+    for usage in [&["deliveries", "list", "--limit"][..], &["run", "--twice"], &["deliveries"], &[]] {
+        let refused = run(usage);
+        assert_eq!(refused.status.code(), Some(2), "{usage:?}");
+        assert!(refused.stdout.is_empty() && String::from_utf8_lossy(&refused.stderr).contains("help"), "{usage:?}");
+    }
+    for help in [&["--help"][..], &["deliveries", "--help", "list"]] {
+        assert_eq!(run(help).status.code(), Some(0));
+        assert!(!run(help).stdout.contains(&0x1b), "no colour where no terminal is");
+    }
     let example = concat!(env!("CARGO_MANIFEST_DIR"), "/config/docker.toml");
     let piped = Command::new("sh")
         .args(["-c", "\"$0\" -c \"$1\" migrate --print | head -n 1", env!("CARGO_BIN_EXE_lanebridge"), example])

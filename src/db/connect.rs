@@ -548,6 +548,36 @@ pub(super) mod tests {
         assert_eq!(error.class(), Class::Config);
     }
 
+    // B34.
+    #[tokio::test]
+    async fn who_is_refused_by_name_is_not_told_to_give_a_password() {
+        let connector = connector(|p| p.url = url("no_such_role", "127.0.0.1", "sslmode=disable"));
+        let error = connector.connect("cli", Session::Work).await.unwrap_err();
+        assert_eq!((error.class(), super::super::sqlstate(&error)), (Class::Config, Some("28000")));
+        assert!(error.report().contains("role \"no_such_role\" does not exist"), "{error:?}");
+        assert!(!error.report().contains("password"), "{error:?}");
+    }
+
+    // B32.
+    #[tokio::test]
+    async fn a_server_that_speaks_http_is_named_with_the_step() {
+        use tokio::io::{AsyncReadExt, AsyncWriteExt};
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::spawn(async move {
+            while let Ok((mut client, _)) = listener.accept().await {
+                let _asked = client.read(&mut [0; 512]).await;
+                let _answered = client.write_all(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n").await;
+            }
+        });
+        for (query, step) in [("sslmode=disable", "authenticate at"), ("sslmode=verify-full", "agree on TLS with")] {
+            let connector = connector(|p| p.url = Secret::new(format!("postgres://u:canary@{address}/d?{query}")));
+            let error = connector.connect("cli", Session::Work).await.unwrap_err();
+            assert!(error.report().starts_with(&format!("{step} {address}")), "{error:?}");
+            assert!(!error.report().contains("canary"), "{error:?}");
+        }
+    }
+
     #[tokio::test]
     async fn a_password_with_special_characters_works_from_url_and_file() {
         let encoded = "scram_user:p%40ss%3Aw%2Frd%231";
