@@ -59,7 +59,7 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
     };
     let sinks = connect_sinks(&config).await?;
     let outlets = outlets(&config, &registered, &sinks)?;
-    check_destinations(&sinks, &outlets, &stop).await;
+    check_destinations(&config, &sinks, &outlets, &stop).await;
 
     let (tell, news) = mpsc::channel(NEWS);
     let wake = Arc::new(Notify::new());
@@ -302,11 +302,16 @@ fn outlets(config: &Config, known: &Registered, sinks: &BTreeMap<String, Arc<Sin
 
 /// Says once per start what is missing or weak at the destinations. Nothing here stops the start: a handler without
 /// its topic must not stop the others, and its deliveries wait.
-async fn check_destinations(sinks: &BTreeMap<String, Arc<Sink>>, outlets: &[Outlet], stop: &CancellationToken) {
+async fn check_destinations(
+    config: &Config,
+    sinks: &BTreeMap<String, Arc<Sink>>,
+    outlets: &[Outlet],
+    stop: &CancellationToken,
+) {
     let checks = sinks.iter().map(|(name, sink)| async move {
         let ours = outlets.iter().filter(|outlet| outlet.route.handler.sink == *name);
         let routes: Vec<Route> = ours.map(|outlet| outlet.route.clone()).collect();
-        (name, sink.check(&routes).await)
+        (name, sink.check(&routes, config.postgres.max_payload_bytes).await)
     });
     // All at once: a broker that does not answer must not hold up the others' start longer than its own check takes.
     let checks = tokio::select! {

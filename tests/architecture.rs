@@ -84,6 +84,31 @@ fn imports(text: &str) -> Vec<String> {
         .collect()
 }
 
+/// A row of docs/bad-input.md is worth as much as its test.
+#[test]
+fn the_tests_that_the_table_of_bad_input_names_exist() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut files = Vec::new();
+    sources(&root.join("src"), &mut files);
+    sources(&root.join("tests"), &mut files);
+    let code: String = files.iter().map(|file| std::fs::read_to_string(file).unwrap()).collect();
+    let page = std::fs::read_to_string(root.join("docs/bad-input.md")).unwrap();
+    let rows: Vec<&str> = page.lines().filter(|line| line.starts_with("| B")).collect();
+    for row in &rows {
+        // The last column; a bar inside a cell is escaped.
+        let tests = row.trim_end_matches([' ', '|']).rsplit(" | ").next().unwrap();
+        let names: Vec<&str> = tests.split('`').skip(1).step_by(2).collect();
+        assert!(!names.is_empty() || tests.starts_with("none"), "no test and no reason: {row}");
+        for name in names {
+            assert!(code.contains(&format!("fn {name}(")), "no test is called {name}: {row}");
+        }
+    }
+    let number = |row: &&str| row.split([' ', '|']).find_map(|word| word.strip_prefix('B')?.parse::<u32>().ok());
+    let mut numbers: Vec<u32> = rows.iter().filter_map(number).collect();
+    numbers.sort_unstable();
+    assert!(numbers.iter().copied().eq(1..=55), "each row once: {numbers:?}");
+}
+
 #[test]
 fn a_file_imports_lower_levels_and_its_own_folder() {
     let mut wrong = Vec::new();

@@ -2,7 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed test ends with the line that failed")]
 
-use std::process::{Command, Output};
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 use tempfile::TempDir;
@@ -253,6 +254,38 @@ async fn doctor_names_what_is_wrong_and_the_line_that_fixes_it() {
     it.drop().await;
 }
 
+/// B35: all at once, and they are enough.
+#[tokio::test]
+async fn the_grants_that_doctor_prints_are_all_that_a_role_needs() {
+    let it = Installation::new(&handlers()).await;
+    it.ok(&["migrate"]);
+    it.ok(&["publish", "order.x", "--payload", "p"]);
+    let role = format!("{}_role", it.database);
+    sql(&it.server, &format!("create role {role} login")).await;
+    let file = it.folder.path().join("lanebridge.toml");
+    let toml = std::fs::read_to_string(&file).unwrap();
+    let server = it.server.split_once('@').unwrap().1.rsplit_once('/').unwrap().0.to_owned();
+    let bridges = toml.replacen(&it.url(), &format!("postgres://{role}@{server}/{}", it.database), 1);
+    std::fs::write(&file, bridges + "[bridge]\nsource = \"poll\"\n").unwrap();
+    let privileges = || {
+        let rows: Value = serde_json::from_slice(&it.run(&["doctor", "--json"]).stdout).unwrap();
+        let row = |row: &Value| (row["state"].as_str().unwrap().to_owned(), row["fix"].as_str().unwrap().to_owned());
+        rows.as_array().unwrap().iter().filter(|row| row["what"] == "privileges").map(row).collect::<Vec<_>>()
+    };
+    let (owner, grants): (Vec<_>, Vec<_>) = privileges().into_iter().partition(|(state, _)| state == "weak");
+    assert!(matches!(&owner[..], [(_, fix)] if fix.contains("ensure_partitions")), "{owner:?}");
+    assert!(grants.len() > 40, "{grants:?}");
+    sql(&it.url(), &grants.iter().map(|(_, grant)| grant.as_str()).collect::<Vec<_>>().join("\n")).await;
+    assert_eq!(privileges(), owner);
+    it.ok(&["run", "--no-migrate", "--once"]);
+    it.ok(&["status"]);
+    it.ok(&["lanes"]);
+    assert_eq!(it.json(&["deliveries", "list", "--json"]), Value::Array(Vec::new()));
+    let server = it.server.clone();
+    it.drop().await;
+    sql(&server, &format!("drop role {role}")).await;
+}
+
 /// B23, B24, 5.3: every problem at once, with line and suggestion; the secret in none of them.
 #[test]
 fn a_bad_configuration_is_reported_whole_and_without_secrets() {
@@ -274,12 +307,118 @@ fn a_bad_configuration_is_reported_whole_and_without_secrets() {
     }
 }
 
+/// I1 where nobody can read: the runtime turns a closed standard output into /dev/null, and its own writer takes a
+/// descriptor that cannot be written to for success.
+#[tokio::test]
+async fn what_cannot_be_written_to_standard_output_is_not_acknowledged() {
+    let it = Installation::new(stdout_handler()).await;
+    it.ok(&["migrate"]);
+    it.ok(&["publish", "order.x", "--payload", "p"]);
+    let file = it.folder.path().join("lanebridge.toml");
+    for (redirection, said) in [(">&-", "EPIPE"), ("1</etc/passwd", "WRITE_FAILED"), (">/dev/full", "WRITE_FAILED")] {
+        let mut bridge = Command::new("sh")
+            .args(["-c", &format!("exec \"$0\" -c \"$1\" run {redirection}"), env!("CARGO_BIN_EXE_lanebridge")])
+            .arg(&file)
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let log = BufReader::new(bridge.stderr.take().unwrap());
+        let line = log.lines().map(Result::unwrap).find(|line| line.contains("unreachable; deliveries wait"));
+        let line = line.unwrap_or_else(|| panic!("it ended with {redirection}"));
+        assert!(line.contains(said), "{redirection}: {line}");
+        bridge.kill().unwrap();
+        bridge.wait().unwrap();
+        assert_eq!(it.json(&["deliveries", "list", "--json"]).as_array().unwrap().len(), 1, "{redirection}");
+    }
+    let lines = it.ok(&["run", "--once"]);
+    assert_eq!(serde_json::from_str::<Value>(&lines).unwrap()["data"], "p");
+    assert_eq!(it.json(&["deliveries", "list", "--json"]), Value::Array(Vec::new()));
+    it.drop().await;
+}
+
+fn stdout_handler() -> &'static str {
+    "[sinks.s]\ntype = \"stdout\"\n[handlers.h]\nevents = [\"order.*\"]\nsink = \"s\"\n"
+}
+
+/// B40: what no CHECK refuses is dead with its reason, and its neighbours go.
+#[tokio::test]
+async fn a_delivery_without_its_event_is_dead_and_stops_no_other() {
+    let it = Installation::new(stdout_handler()).await;
+    it.ok(&["migrate"]);
+    it.ok(&["publish", "order.x", "--payload", "p"]);
+    let rows = "insert into lanebridge.deliveries (lane, handler, seq, created_at, size_bytes, due_at)
+                values (7, 1, 100, now(), 1, null), (7, 1, 101, now(), -5, '-infinity')";
+    sql(&it.url(), rows).await;
+    let lines = it.ok(&["run", "--once"]);
+    assert_eq!(lines.lines().count(), 1, "{lines}");
+    let dead = it.json(&["deliveries", "list", "--json"]);
+    let dead = dead.as_array().unwrap();
+    assert_eq!(dead.len(), 2, "{dead:?}");
+    for row in dead {
+        assert!(row["state"] == "dead" && row["last_error"].as_str().unwrap().starts_with("EVENT_MISSING"), "{row}");
+    }
+    it.drop().await;
+}
+
+/// B41, B42: whatever the database has as its defaults.
+#[tokio::test]
+async fn defaults_of_the_database_change_nothing_on_the_way() {
+    let it = Installation::new(stdout_handler()).await;
+    let set = |setting: &str| format!("alter database {} set {setting};", it.database);
+    let settings = [
+        "datestyle = 'German'",
+        "timezone = 'Australia/Lord_Howe'",
+        "intervalstyle = 'sql_standard'",
+        "bytea_output = 'escape'",
+        "standard_conforming_strings = off",
+        "extra_float_digits = -15",
+        "client_encoding = 'latin1'",
+        "default_transaction_isolation = 'serializable'",
+    ];
+    sql(&it.server, &settings.map(set).concat()).await;
+    it.ok(&["migrate"]);
+    it.ok(&["publish", "order.x", "--payload", r"é\n€ ", "--key", "ü😀 ", "--deliver-at", "2026-03-29T02:30:00+01:00"]);
+    let status = it.json(&["status", "--json"]);
+    assert_eq!(status["handlers"][0]["pending"], 1, "{status}");
+    let event: Value = serde_json::from_str(&it.ok(&["run", "--once"])).unwrap();
+    assert_eq!((event["data"].as_str(), event["partitionkey"].as_str()), (Some(r"é\n€ "), Some("ü😀 ")));
+    it.drop().await;
+}
+
+/// B50: no HOME, no PATH, a working folder that nobody may write to, no temporary folder.
+#[tokio::test]
+async fn it_needs_no_disk_and_no_environment() {
+    let it = Installation::new(stdout_handler()).await;
+    it.ok(&["migrate"]);
+    it.ok(&["publish", "order.x", "--payload", "p"]);
+    let bare = Command::new(env!("CARGO_BIN_EXE_lanebridge"))
+        .arg("-c")
+        .arg(it.folder.path().join("lanebridge.toml"))
+        .args(["run", "--once"])
+        .env_clear()
+        .env("TMPDIR", "/nowhere")
+        .current_dir("/proc")
+        .output()
+        .unwrap();
+    assert!(bare.status.success(), "{}", String::from_utf8_lossy(&bare.stderr));
+    assert_eq!(bare.stdout.iter().filter(|byte| **byte == b'\n').count(), 1);
+    it.drop().await;
+}
+
 #[test]
 fn a_bad_command_line_ends_with_2_and_a_closed_pipe_quietly() {
     let run = |arguments: &[&str]| Command::new(env!("CARGO_BIN_EXE_lanebridge")).args(arguments).output().unwrap();
     assert_eq!(run(&["nonsense"]).status.code(), Some(2));
     assert_eq!(run(&["deliveries", "list", "--state", "lost"]).status.code(), Some(2));
-    assert_eq!(run(&["--help"]).status.code(), Some(0));
+    for usage in [&["deliveries", "list", "--limit"][..], &["run", "--twice"], &["deliveries"], &[]] {
+        let refused = run(usage);
+        assert_eq!(refused.status.code(), Some(2), "{usage:?}");
+        assert!(refused.stdout.is_empty() && String::from_utf8_lossy(&refused.stderr).contains("help"), "{usage:?}");
+    }
+    for help in [&["--help"][..], &["deliveries", "--help", "list"]] {
+        assert_eq!(run(help).status.code(), Some(0));
+        assert!(!run(help).stdout.contains(&0x1b), "no colour where no terminal is");
+    }
     let example = concat!(env!("CARGO_MANIFEST_DIR"), "/config/docker.toml");
     let piped = Command::new("sh")
         .args(["-c", "\"$0\" -c \"$1\" migrate --print | head -n 1", env!("CARGO_BIN_EXE_lanebridge"), example])

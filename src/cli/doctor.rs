@@ -13,6 +13,9 @@ use crate::sources::wal;
 /// Partitions are made three days ahead; a day less is a sign that nobody makes them.
 const DAYS_AHEAD: i32 = 2;
 
+/// SQLSTATE of a missing privilege.
+const FORBIDDEN: &str = "42501";
+
 #[derive(Args)]
 pub(super) struct Check {
     /// Print the effective configuration, secrets masked.
@@ -81,11 +84,20 @@ impl Doctor {
         if let Some(client) = connected {
             report.add("database", "ok", format!("{}; sessions are our own", client.server()), "");
             let names = Names::new(&config.postgres);
-            if report.take("schema", db::require_current(&client, &names, db::MIGRATIONS).await).is_some() {
+            let current = db::require_current(&client, &names, db::MIGRATIONS).await;
+            // Without the right to look, what else is missing would come to light one by one.
+            let forbidden = current.as_ref().is_err_and(|error| db::sqlstate(error) == Some(FORBIDDEN));
+            if report.take("schema", current).is_some() {
                 report.add("schema", "ok", "current", "");
-                let examined = examine(&client, &names, config, &mut report).await;
-                report.take("schema", examined);
+                let granted = grants(&client, &names, &mut report).await;
+                if report.take("privileges", granted) == Some(true) {
+                    let examined = examine(&client, &names, config, &mut report).await;
+                    report.take("schema", examined);
+                }
                 stream(&connector, &client, &names, config, &mut report).await;
+            } else if forbidden {
+                let granted = grants(&client, &names, &mut report).await;
+                report.take("privileges", granted);
             }
         }
         sinks(config, &mut report).await;
@@ -97,10 +109,22 @@ impl Doctor {
     }
 }
 
-async fn examine(client: &Client, names: &Names, config: &Config, report: &mut Report) -> Result<()> {
-    for row in client.query(&names.render(operate::MISSING_GRANTS), &[]).await? {
-        report.add("privileges", "problem", "the bridge's role lacks one", cell::<String>(&row, 0)?);
+/// Whether the bridge's role may do all that it has to.
+async fn grants(client: &Client, names: &Names, report: &mut Report) -> Result<bool> {
+    let missing = client.query(&names.render(operate::MISSING_GRANTS), &[]).await?;
+    for row in &missing {
+        report.add("privileges", "problem", "the bridge's role lacks one", cell::<String>(row, 0)?);
     }
+    for row in client.query(&names.render(operate::FOREIGN_OWNER), &[]).await? {
+        let owner: String = cell(&row, 0)?;
+        let detail = format!("\"{owner}\" owns the tables: only it may make and drop partitions");
+        let fix = names.render("every day, as the owner: select {schema}.{p}ensure_partitions(3);");
+        report.add("privileges", "weak", detail, fix);
+    }
+    Ok(missing.is_empty())
+}
+
+async fn examine(client: &Client, names: &Names, config: &Config, report: &mut Report) -> Result<()> {
     let missing = client.query(&names.render(operate::MISSING_PARTITIONS), &[&DAYS_AHEAD]).await?;
     for row in &missing {
         let fix = names.render("select {schema}.{p}ensure_partitions(3);");
@@ -179,7 +203,7 @@ async fn sinks(config: &Config, report: &mut Report) {
         let what = format!("sink {name}");
         // Nothing is sent, so it does not matter for whom.
         let routes = bridge::routes(config, name, &"".into());
-        if let Some(findings) = report.take(&what, sink.check(&routes).await) {
+        if let Some(findings) = report.take(&what, sink.check(&routes, config.postgres.max_payload_bytes).await) {
             if findings.is_empty() {
                 let open = routes.iter().filter(|r| r.handler.destination.fixed(&r.handler.name).is_none()).count();
                 let detail = match open {

@@ -357,7 +357,10 @@ fn explain(step: Step, what: String, source: tokio_postgres::Error, has_password
 
 fn hinted(step: Step, error: Error, has_password: bool) -> Error {
     match (step, error.class()) {
-        (Step::Authenticate, Class::Config) if !has_password && super::sqlstate(&error) != Some("3D000") => {
+        // Whoever the server refuses by name, host or right to log in (28000, 3D000) would be refused with one, too.
+        (Step::Authenticate, Class::Config)
+            if !has_password && matches!(super::sqlstate(&error), None | Some("28P01")) =>
+        {
             error.hint("no password is configured: put it into the URL or name a password_file")
         }
         (Step::Tls, Class::Failure) if std::error::Error::source(&error).is_none() => error.hint(NO_TLS),
@@ -543,6 +546,36 @@ pub(super) mod tests {
         let error = connector(|p| p.url = url).connect("cli", Session::Work).await.unwrap_err();
         assert_eq!(super::super::sqlstate(&error), Some("3D000"));
         assert_eq!(error.class(), Class::Config);
+    }
+
+    // B34.
+    #[tokio::test]
+    async fn who_is_refused_by_name_is_not_told_to_give_a_password() {
+        let connector = connector(|p| p.url = url("no_such_role", "127.0.0.1", "sslmode=disable"));
+        let error = connector.connect("cli", Session::Work).await.unwrap_err();
+        assert_eq!((error.class(), super::super::sqlstate(&error)), (Class::Config, Some("28000")));
+        assert!(error.report().contains("role \"no_such_role\" does not exist"), "{error:?}");
+        assert!(!error.report().contains("password"), "{error:?}");
+    }
+
+    // B32.
+    #[tokio::test]
+    async fn a_server_that_speaks_http_is_named_with_the_step() {
+        use tokio::io::{AsyncReadExt, AsyncWriteExt};
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::spawn(async move {
+            while let Ok((mut client, _)) = listener.accept().await {
+                let _asked = client.read(&mut [0; 512]).await;
+                let _answered = client.write_all(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n").await;
+            }
+        });
+        for (query, step) in [("sslmode=disable", "authenticate at"), ("sslmode=verify-full", "agree on TLS with")] {
+            let connector = connector(|p| p.url = Secret::new(format!("postgres://u:canary@{address}/d?{query}")));
+            let error = connector.connect("cli", Session::Work).await.unwrap_err();
+            assert!(error.report().starts_with(&format!("{step} {address}")), "{error:?}");
+            assert!(!error.report().contains("canary"), "{error:?}");
+        }
     }
 
     #[tokio::test]

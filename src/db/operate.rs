@@ -119,15 +119,20 @@ select state, deliveries from {schema}.{p}count_matching($1, $2, $3, $4, $5)";
 /// What the bridge's role may not do yet, as the GRANT that gives it.
 pub(crate) const MISSING_GRANTS: &str = "
 select format('GRANT %s ON %s TO %I;', w.privilege, w.object, current_user)
-  from (values ('{schema}.{p}deliveries', 'SELECT'), ('{schema}.{p}deliveries', 'INSERT'),
-               ('{schema}.{p}deliveries', 'UPDATE'), ('{schema}.{p}deliveries', 'DELETE'),
-               ('{schema}.{p}events', 'SELECT'), ('{schema}.{p}dead', 'SELECT'), ('{schema}.{p}dead', 'INSERT'),
-               ('{schema}.{p}dead', 'DELETE'), ('{schema}.{p}audit', 'INSERT'), ('{schema}.{p}failures', 'SELECT'),
-               ('{schema}.{p}failures', 'INSERT'), ('{schema}.{p}failures', 'DELETE'), ('{schema}.{p}lanes', 'UPDATE'),
-               ('{schema}.{p}bridges', 'INSERT'), ('{schema}.{p}bridges', 'UPDATE'), ('{schema}.{p}handlers', 'INSERT'),
-               ('{schema}.{p}handlers', 'UPDATE'),
-               ('{schema}.{p}installation', 'SELECT')) w(object, privilege)
+  from (values ('migrations', 'SELECT'), ('installation', 'SELECT'), ('installation', 'UPDATE'),
+               ('handlers', 'SELECT'), ('handlers', 'INSERT'), ('handlers', 'UPDATE'),
+               ('events', 'SELECT'), ('events_default', 'SELECT'),
+               ('deliveries', 'SELECT'), ('deliveries', 'INSERT'), ('deliveries', 'UPDATE'), ('deliveries', 'DELETE'),
+               ('failures', 'SELECT'), ('failures', 'INSERT'), ('failures', 'UPDATE'), ('failures', 'DELETE'),
+               ('dead', 'SELECT'), ('dead', 'INSERT'), ('dead', 'UPDATE'), ('dead', 'DELETE'),
+               ('bridges', 'SELECT'), ('bridges', 'INSERT'), ('bridges', 'UPDATE'),
+               ('suspects', 'SELECT'), ('suspects', 'INSERT'), ('suspects', 'UPDATE'), ('suspects', 'DELETE'),
+               ('lanes', 'SELECT'), ('lanes', 'UPDATE'), ('audit', 'INSERT')) x(relation, privilege)
+ cross join lateral (select format('%s.%I', '{schema}', '{p_text}' || x.relation) as object, x.privilege) w
  where not has_table_privilege(w.object, w.privilege)
+union all
+select format('GRANT SELECT ON SEQUENCE %s TO %I;', '{schema}.{p}events_seq', current_user)
+ where not has_sequence_privilege('{schema}.{p}events_seq', 'SELECT')
 union all
 select format('GRANT EXECUTE ON FUNCTION %s TO %I;', p.oid::regprocedure, current_user)
   from pg_proc p
@@ -137,6 +142,12 @@ select format('GRANT EXECUTE ON FUNCTION %s TO %I;', p.oid::regprocedure, curren
        'ensure_partitions', 'drop_partitions', 'channel', 'canary', 'report_source',
        'left_behind', 'suspects', 'record_suspects', 'clear_suspects']) f)
    and not has_function_privilege(p.oid, 'EXECUTE')";
+
+/// The owner of the tables, when it is neither the bridge's role nor one that it is a member of: only an owner makes and
+/// drops partitions.
+pub(crate) const FOREIGN_OWNER: &str = "
+select pg_get_userbyid(c.relowner)::text
+  from pg_class c where c.oid = '{schema}.{p}events'::regclass and not pg_has_role(c.relowner, 'USAGE')";
 
 /// Sessions that hold locks of our lanes and are no registered bridge.
 pub(crate) const STRANGERS: &str = "

@@ -279,6 +279,15 @@ mod tests {
         assert_eq!(pairs(&encoded), expected.map(|(name, value)| (name.to_owned(), value.to_owned())));
     }
 
+    // B10: it is scanned, not built, so that no depth overflows a stack.
+    #[test]
+    fn structured_json_data_is_copied_however_deep_it_is_nested() {
+        let deep = "[".repeat(200_000) + &"]".repeat(200_000);
+        let parcel = change(parcel(1, None), |event| event.payload.bytes = deep.clone().into_bytes());
+        let encoded = encode(&parcel, &route("h", "t", Format::CloudEventsJson), Names::Kafka);
+        assert!(encoded.body.ends_with(format!("\"data\":{deep}}}").as_bytes()));
+    }
+
     #[test]
     fn structured_data_is_a_string_for_text_and_base64_for_bytes() {
         let tail = |format, bytes: &[u8]| {

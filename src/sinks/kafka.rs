@@ -70,9 +70,9 @@ impl Kafka {
         })
     }
 
-    pub(super) async fn check(&self, routes: &[Route]) -> Result<Vec<Finding>> {
+    pub(super) async fn check(&self, routes: &[Route], max_payload_bytes: u64) -> Result<Vec<Finding>> {
         let live = self.healthy().await;
-        let (findings, limits) = check::check(&self.settings, &live, routes).await?;
+        let (findings, limits) = check::check(&self.settings, &live, routes, max_payload_bytes).await?;
         let smallest = limits.iter().map(|(_, limit)| *limit).min();
         self.learn(limits);
         // librdkafka fills a MessageSet up to batch.size whatever the topic allows, and does not split one that the

@@ -17,7 +17,7 @@ mod stdout;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::config;
+use crate::config::{self, Format};
 use crate::delivery::{Failure, Outcome, Parcel};
 use crate::error::Result;
 
@@ -27,6 +27,10 @@ pub(crate) const BEHIND: &str = "BEHIND";
 
 /// Codes of NATS and Redis that concern the destination: a stream that is missing, full, of another type, not ours.
 const DESTINATION: [&str; 7] = ["STREAM_NOT_FOUND", "WRONG_STREAM", "10059", "10060", "10077", "WRONGTYPE", "NOPERM"];
+
+/// What a broker counts beside the payload: a key, an id and a type (4,096, 512 and 255 bytes), 16 KiB of headers, the
+/// attributes with their names, escaped where the broker wants it, and the broker's framing.
+const HEADER_ALLOWANCE: u64 = 64 << 10;
 
 /// A handler as a sink sees it.
 #[derive(Clone, Debug)]
@@ -102,17 +106,21 @@ impl Sink {
     }
 
     /// What is wrong or weak at the destinations of `routes`, which all name this sink; empty when all is well.
+    /// Whatever publishing lets through, up to `max_payload_bytes`, should fit there.
     ///
     /// # Errors
     /// [`Class::Transient`](crate::error::Class::Transient) when the broker could not be asked.
-    pub async fn check(&self, routes: &[Route]) -> Result<Vec<Finding>> {
+    pub async fn check(&self, routes: &[Route], max_payload_bytes: u32) -> Result<Vec<Finding>> {
+        let max_payload_bytes = u64::from(max_payload_bytes);
+        // Unused when no broker is built in.
+        let _ = max_payload_bytes;
         match self {
             #[cfg(feature = "kafka")]
-            Sink::Kafka(sink) => sink.check(routes).await,
+            Sink::Kafka(sink) => sink.check(routes, max_payload_bytes).await,
             #[cfg(feature = "nats")]
-            Sink::Nats(sink) => sink.check(routes).await,
+            Sink::Nats(sink) => sink.check(routes, max_payload_bytes).await,
             #[cfg(feature = "redis")]
-            Sink::Redis(sink) => sink.check(routes).await,
+            Sink::Redis(sink) => sink.check(routes, max_payload_bytes).await,
             Sink::Stdout(_) => Ok(Vec::new()),
             Sink::Scripted(sink) => sink.check(routes),
         }
@@ -166,6 +174,34 @@ impl Sink {
             Sink::Redis(sink) => sink.close(deadline).await,
             Sink::Stdout(_) | Sink::Scripted(_) => {}
         }
+    }
+}
+
+impl Route {
+    /// Bytes that the largest event may take at a broker. Bytes in a JSON document grow by a third, as base64 (a text that
+    /// has to be escaped may grow more, and nobody can tell ahead).
+    fn needed_bytes(&self, max_payload_bytes: u64) -> u64 {
+        let payload = match self.handler.format {
+            Format::CloudEventsJson => max_payload_bytes.div_ceil(3) * 4,
+            Format::CloudEvents | Format::Raw => max_payload_bytes,
+        };
+        payload + HEADER_ALLOWANCE
+    }
+}
+
+/// `subject`, such as `topic t`, takes fewer bytes than an event of `max_payload_bytes` may have there.
+fn too_small(subject: &str, limit: u64, needed: u64, max_payload_bytes: u64, raise: &str) -> Finding {
+    let fits = limit.saturating_sub(HEADER_ALLOWANCE) * max_payload_bytes / (needed - HEADER_ALLOWANCE);
+    Finding {
+        severity: Severity::Weak,
+        what: format!(
+            "{subject} takes {limit} bytes, and a payload of max_payload_bytes ({max_payload_bytes}) may need {needed} \
+             with key and headers: it would be dead at once"
+        ),
+        hint: match fits {
+            0 => raise.to_owned(),
+            _ => format!("{raise}; or [postgres] max_payload_bytes = {fits}"),
+        },
     }
 }
 
@@ -237,6 +273,12 @@ mod tests {
             source: "/lanebridge/test".into(),
             installation: "i".into(),
         }
+    }
+
+    #[test]
+    fn an_event_needs_room_for_its_headers_and_for_base64() {
+        assert_eq!(route("h", "t", Format::Raw).needed_bytes(1 << 20), (1 << 20) + (64 << 10));
+        assert_eq!(route("h", "t", Format::CloudEventsJson).needed_bytes(300), 400 + (64 << 10));
     }
 
     #[test]

@@ -94,8 +94,8 @@ impl Redis {
     ///
     /// # Errors
     /// [`Class::Transient`](crate::error::Class::Transient) when the server could not be asked.
-    pub(super) async fn check(&self, routes: &[Route]) -> Result<Vec<Finding>> {
-        check::check(self, routes).await
+    pub(super) async fn check(&self, routes: &[Route], max_payload_bytes: u64) -> Result<Vec<Finding>> {
+        check::check(self, routes, max_payload_bytes).await
     }
 
     /// One outcome for each parcel, in their order, within the sink's `send_timeout`.

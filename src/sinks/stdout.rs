@@ -1,12 +1,15 @@
 //! Standard output: one CloudEvents JSON object a line, for `type = "stdout"`, pipes and first steps.
 //!
 //! I1: a batch is acked after all of its lines were written and flushed; any error makes all of it unreachable, so
-//! that lines may come twice but never go missing.
+//! that lines may come twice but never go missing. A closed descriptor is such an error.
 //! I2: a line is one delivery: line breaks of a pretty-printed payload become spaces, which JSON does not tell apart.
 //! A reader that stops reading holds one thread at most, never one that runs tasks.
 
 use std::fmt;
-use std::io::{self, Write};
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -18,17 +21,19 @@ use crate::delivery::{Failure, Outcome, Parcel};
 
 pub struct Stdout {
     /// Locked by the thread that writes, also when the `send` it works for was dropped.
-    to: Arc<Mutex<Box<dyn Write + Send>>>,
+    to: Arc<Mutex<io::Result<Box<dyn Write + Send>>>>,
     send_timeout: Duration,
 }
 
 impl Stdout {
     pub(super) fn new(send_timeout: Duration) -> Self {
-        Self::to(io::stdout(), send_timeout)
+        let to = standard_output().map(|file| Box::new(file) as Box<dyn Write + Send>);
+        Self { to: Arc::new(Mutex::new(to)), send_timeout }
     }
 
+    #[cfg(test)]
     fn to(writer: impl Write + Send + 'static, send_timeout: Duration) -> Self {
-        Self { to: Arc::new(Mutex::new(Box::new(writer))), send_timeout }
+        Self { to: Arc::new(Mutex::new(Ok(Box::new(writer)))), send_timeout }
     }
 
     pub(super) async fn send(&self, route: &Route, parcels: &[Parcel]) -> Vec<Outcome> {
@@ -55,11 +60,25 @@ impl Stdout {
         let late = |_| io::Error::new(io::ErrorKind::TimedOut, "nobody reads standard output");
         let mut to = timeout_at(deadline, self.to.clone().lock_owned()).await.map_err(late)?;
         let written = tokio::task::spawn_blocking(move || {
+            let to = to.as_mut().map_err(|error| io::Error::new(error.kind(), error.to_string()))?;
             to.write_all(&lines)?;
             to.flush()
         });
         timeout_at(deadline, written).await.map_err(late)?.map_err(io::Error::other)?
     }
+}
+
+/// Standard output without the library's own writer, which says that all is well when the descriptor cannot be written
+/// to (EBADF). Nor was it closed: the runtime then puts /dev/null there before `main`, readable and writable, whereas
+/// who throws output away on purpose (`> /dev/null`) opens it for writing.
+fn standard_output() -> io::Result<File> {
+    let file = File::from(io::stdout().as_fd().try_clone_to_owned()?);
+    let (ours, null) = (file.metadata()?, std::fs::metadata("/dev/null")?);
+    let is_null = ours.file_type().is_char_device() && ours.rdev() == null.rdev();
+    if is_null && (&file).read(&mut [0]).is_ok() {
+        return Err(io::Error::new(io::ErrorKind::BrokenPipe, "standard output is closed"));
+    }
+    Ok(file)
 }
 
 impl fmt::Debug for Stdout {

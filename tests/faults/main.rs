@@ -23,6 +23,7 @@ mod publishers;
 mod server;
 mod services;
 mod sharing;
+mod sizes;
 mod stage;
 mod versions;
 mod wal;

@@ -5,6 +5,8 @@ use crate::installation::{Installation, all, handler, one, refusal, run, said};
 on_every_server!(
     an_untyped_literal_or_parameter_is_text,
     text_json_and_bytea_are_stored_as_they_are_and_jsonb_in_its_own_text_form,
+    json_that_the_server_can_read_is_stored_however_deep_it_is_nested,
+    keys_are_bytes_and_two_spellings_are_two_keys,
     the_return_value_is_the_seq_of_the_event,
     the_payload_may_be_empty_but_not_null,
     an_empty_key_is_a_key_and_no_key_is_none,
@@ -50,6 +52,34 @@ async fn text_json_and_bytea_are_stored_as_they_are_and_jsonb_in_its_own_text_fo
     assert_eq!(stored, ("b".into(), vec![0, 255, 13, 10]));
     let stored = payload(&client, "lanebridge.publish('t', 'é€😀')").await;
     assert_eq!(stored.1, "é€😀".as_bytes());
+}
+
+// B10. The limit is the server's, for json and jsonb alike; text and bytea have none.
+async fn json_that_the_server_can_read_is_stored_however_deep_it_is_nested(db: &Installation) {
+    let client = db.connect().await;
+    let nested = |depth: usize| format!("repeat('[', {depth}) || repeat(']', {depth})");
+    for (cast, depth) in [("json", 5_000), ("jsonb", 5_000), ("text", 200_000)] {
+        let stored = payload(&client, &format!("lanebridge.publish('t', ({})::{cast})", nested(depth))).await;
+        assert_eq!(stored.1.len(), 2 * depth, "{cast}");
+    }
+    for cast in ["json", "jsonb"] {
+        let said = refusal(&client, &format!("select lanebridge.publish('t', ({})::{cast})", nested(200_000))).await;
+        assert_eq!(said, "54001 stack depth limit exceeded");
+    }
+}
+
+// B16: e with an accent as one character and as two, a trailing space, another case.
+async fn keys_are_bytes_and_two_spellings_are_two_keys(db: &Installation) {
+    let client = db.connect().await;
+    handler(&client, "h", &[">"]).await;
+    let keys = [r"U&'\00e9'", r"U&'e\0301'", "'k'", "'k '", "'K'", "'😀'"];
+    for key in keys {
+        run(&client, &format!("select lanebridge.publish('t', 'p', {key})")).await;
+    }
+    let spellings = "select count(distinct (key_hash, convert_to(key, 'UTF8'))) from lanebridge.deliveries join lanebridge.events using (seq)";
+    assert_eq!(one::<i64>(&client, spellings).await, 6);
+    let stored: Vec<String> = all(&client, "select key from lanebridge.events order by seq").await;
+    assert_eq!(stored, ["é", "e\u{301}", "k", "k ", "K", "😀"]);
 }
 
 async fn the_return_value_is_the_seq_of_the_event(db: &Installation) {

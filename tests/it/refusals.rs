@@ -56,6 +56,8 @@ async fn a_payload_has_the_configured_limit(db: &Installation) {
     refused(&client, with("repeat('x', 1048577)"), "payload has 1048577 bytes; max_payload_bytes is 1048576").await;
     let said = refusal(&client, "select lanebridge.publish('t', convert_to(repeat('x', 1048577), 'UTF8'))").await;
     assert_eq!(said, "22023 publish: payload has 1048577 bytes; max_payload_bytes is 1048576");
+    // B5.
+    refused(&client, with("repeat('x', 104857600)"), "payload has 104857600 bytes; max_payload_bytes is 1048576").await;
     // Bytes, not characters; and what the bridge's configuration says counts from the next publish on.
     run(&client, "update lanebridge.installation set max_payload_bytes = 4").await;
     passes(&client, with("'éé'")).await;

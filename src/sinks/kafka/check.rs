@@ -10,7 +10,7 @@ use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::producer::Producer as _;
 use rdkafka::types::RDKafkaRespErr;
 
-use super::super::{Finding, Route, Severity};
+use super::super::{Finding, Route, Severity, too_small};
 use super::classify::{Verdict, classify};
 use super::producer::{Events, Live, Settings, Signs};
 use crate::error::{Error, Result};
@@ -42,12 +42,16 @@ pub(super) async fn check(
     settings: &Settings,
     live: &Arc<Live>,
     routes: &[Route],
+    max_payload_bytes: u64,
 ) -> Result<(Vec<Finding>, Vec<(String, usize)>)> {
     let mut handlers: BTreeMap<String, Vec<&str>> = BTreeMap::new();
+    let mut needed: BTreeMap<String, u64> = BTreeMap::new();
     for route in routes {
         let name = route.handler.name.as_str();
         // A topic made from the event is known only with the event.
         if let Some(topic) = route.handler.destination.fixed(name) {
+            let most = needed.entry(topic.clone()).or_default();
+            *most = route.needed_bytes(max_payload_bytes).max(*most);
             handlers.entry(topic).or_default().push(name);
         }
     }
@@ -70,6 +74,9 @@ pub(super) async fn check(
     let limits = limits(settings, handlers.keys().cloned().collect()).await;
     for ((topic, names), seen) in handlers.iter().zip(&seen) {
         findings.extend(judge(settings, topic, &who(names), seen, limits.get(topic)));
+        if let (Some(limits), Some(needed)) = (limits.get(topic), needed.get(topic)) {
+            findings.extend(small(settings, topic, &who(names), limits, *needed, max_payload_bytes));
+        }
     }
     // A sink without a fixed topic is still asked whether it is there at all.
     if handlers.is_empty() {
@@ -155,6 +162,30 @@ fn weak(settings: &Settings, topic: &str, who: &str, seen: &Topic, limits: Optio
         ),
     });
     findings
+}
+
+/// A topic, or our own option, that takes less than publishing does.
+pub(super) fn small(
+    settings: &Settings,
+    topic: &str,
+    who: &str,
+    limits: &Limits,
+    needed: u64,
+    max_payload_bytes: u64,
+) -> Option<Finding> {
+    let ours = settings.message_max_bytes;
+    let (limit, raise) = if ours < limits.max_message_bytes {
+        (ours, format!("[sinks.{}.options] \"message.max.bytes\" = {needed}", settings.name))
+    } else {
+        let brokers = settings.brokers();
+        let raise = format!(
+            "kafka-configs --bootstrap-server {brokers} --alter --topic {topic} --add-config max.message.bytes={needed}"
+        );
+        (limits.max_message_bytes, raise)
+    };
+    let limit = u64::try_from(limit).unwrap_or(u64::MAX);
+    let subject = format!("{who}: topic {topic}");
+    (limit < needed).then(|| too_small(&subject, limit, needed, max_payload_bytes, &raise))
 }
 
 async fn ask(settings: &Settings, live: &Arc<Live>, topic: String) -> Result<Topic> {

@@ -152,7 +152,7 @@ async fn an_outage_spends_no_attempt_and_ends_by_itself() {
     let outcomes = sink.send(&to("t"), &parcels).await;
     assert!(outcomes.iter().all(|outcome| matches!(outcome, Outcome::Unreachable(_))), "{outcomes:?}");
     assert!(started.elapsed() < Duration::from_millis(2500), "{:?}", started.elapsed());
-    assert_eq!(sink.check(&[to("t")]).await.unwrap_err().class(), Class::Transient);
+    assert_eq!(sink.check(&[to("t")], 1 << 20).await.unwrap_err().class(), Class::Transient);
     cluster.broker_up(-1).unwrap();
     let mut tries = 0;
     while sink.send(&to("t"), &parcels).await != [Outcome::Acked, Outcome::Acked] {
@@ -167,7 +167,7 @@ async fn nobody_listening_is_no_configuration_error() {
     let outcomes = sink.send(&to("t"), &[parcel(1, None)]).await;
     let Outcome::Unreachable(failure) = &outcomes[0] else { panic!("{outcomes:?}") };
     assert!(failure.text().contains("127.0.0.1:1"), "{failure}");
-    let error = sink.check(&[to("t")]).await.unwrap_err();
+    let error = sink.check(&[to("t")], 1 << 20).await.unwrap_err();
     assert_eq!(error.class(), Class::Transient);
     assert!(error.report().contains("127.0.0.1:1"), "{}", error.report());
     sink.close(Duration::from_millis(100)).await;
@@ -177,7 +177,7 @@ async fn nobody_listening_is_no_configuration_error() {
 async fn an_unknown_topic_is_found_by_check_and_used_once_it_exists() {
     let cluster = cluster(&[("other", 1)]);
     let sink = sink(&cluster, Duration::from_secs(2), &[]).await;
-    let findings = sink.check(&[to("late")]).await.unwrap();
+    let findings = sink.check(&[to("late")], 1 << 20).await.unwrap();
     assert_eq!(findings.len(), 1, "{findings:?}");
     assert_eq!(findings[0].severity, Severity::Missing);
     assert!(findings[0].what.contains("\"billing\"") && findings[0].what.contains("late"), "{findings:?}");
@@ -196,7 +196,7 @@ async fn an_unknown_topic_is_found_by_check_and_used_once_it_exists() {
         assert!(tries < 50);
         sleep(Duration::from_millis(200)).await;
     }
-    let findings = sink.check(&[to("late")]).await.unwrap();
+    let findings = sink.check(&[to("late")], 1 << 20).await.unwrap();
     assert!(matches!(&findings[..], [weak] if weak.severity == Severity::Weak), "{findings:?}");
 }
 
@@ -285,6 +285,25 @@ async fn batches_are_kept_below_the_smallest_topics_limit() {
     assert!(!sink.settings.cap_batches(100_000));
     let (config, _) = sink.settings.client_config().await.unwrap();
     assert_eq!(config.get("batch.size"), Some("99488"));
+}
+
+// B4.
+#[tokio::test]
+async fn the_limit_that_is_too_low_is_named_with_the_setting_that_raises_it() {
+    let limits = |bytes| check::Limits { max_message_bytes: bytes, min_insync_replicas: None };
+    let free = connect("127.0.0.1:1", LONG, &[]).await.unwrap();
+    let small =
+        |sink: &Kafka, bytes| check::small(&sink.settings, "t", "handler \"h\"", &limits(bytes), 1_114_112, 1 << 20);
+    assert!(small(&free, 1_114_112).is_none());
+    let finding = small(&free, 1_114_111).unwrap();
+    assert!(finding.what.starts_with("handler \"h\": topic t takes 1114111 bytes"), "{finding:?}");
+    assert!(finding.hint.contains("--alter --topic t --add-config max.message.bytes=1114112"), "{finding:?}");
+    assert!(finding.hint.ends_with("max_payload_bytes = 1048575"), "{finding:?}");
+    assert_eq!(small(&free, 5).unwrap().hint.matches("max_payload_bytes").count(), 0, "no limit would help there");
+    // Ours is lower than the topic's.
+    let bound = connect("127.0.0.1:1", LONG, &[("message.max.bytes", "1000000")]).await.unwrap();
+    let finding = small(&bound, 2_000_000).unwrap();
+    assert!(finding.hint.starts_with("[sinks.test.options] \"message.max.bytes\" = 1114112"), "{finding:?}");
 }
 
 #[test]

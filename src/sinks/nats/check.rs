@@ -11,19 +11,27 @@ use async_nats::jetstream::stream::{DiscardPolicy, Info, RetentionPolicy, Storag
 use super::streams::takes;
 use super::{Nats, link, subject, text};
 use crate::error::{Error, Result};
-use crate::sinks::{Finding, Route, Severity};
+use crate::sinks::{Finding, Route, Severity, too_small};
 
 const CONNECT_WAIT: Duration = Duration::from_secs(5);
 
 /// A retry after a lost answer comes within the server's default window; a shorter one stores it twice.
 const MIN_DUPLICATE_WINDOW: Duration = Duration::from_secs(120);
 
-pub(super) async fn check(sink: &Nats, routes: &[Route]) -> Result<Vec<Finding>> {
+pub(super) async fn check(sink: &Nats, routes: &[Route], max_payload_bytes: u64) -> Result<Vec<Finding>> {
     link::connected(&sink.client, &sink.link, CONNECT_WAIT.min(sink.send_timeout)).await.map_err(|why| {
         Error::transient(format!("connect to NATS at {}: {why}", sink.addresses))
             .hint(format!("is it running, and are url, tls and credentials of [sinks.{}] right?", sink.name))
     })?;
     let mut findings = Vec::new();
+    // Of all handlers together: the limit is the server's.
+    let most = routes.iter().map(|route| route.needed_bytes(max_payload_bytes)).max();
+    let limit = u64::try_from(sink.client.server_info().max_payload).unwrap_or(u64::MAX);
+    if let Some(needed) = most.filter(|needed| limit < *needed) {
+        let subject = format!("NATS at {}", sink.addresses);
+        let raise = format!("max_payload: {needed} in the servers' configuration");
+        findings.push(too_small(&subject, limit, needed, max_payload_bytes, &raise));
+    }
     let mut seen = BTreeSet::new();
     for route in routes {
         let handler = &route.handler.name;
@@ -44,8 +52,10 @@ pub(super) async fn check(sink: &Nats, routes: &[Route]) -> Result<Vec<Finding>>
         let Some(stream) = stream else { continue };
         match sink.jetstream.get_stream(&stream).await {
             Ok(found) => {
+                let info = found.cached_info();
+                findings.extend(small(info, handler, route.needed_bytes(max_payload_bytes), max_payload_bytes));
                 if seen.insert(stream) {
-                    findings.extend(weak(found.cached_info()));
+                    findings.extend(weak(info));
                 }
             }
             Err(error) => match error.kind() {
@@ -148,6 +158,14 @@ fn no_jetstream(error: &(dyn std::error::Error + 'static)) -> bool {
         next = error.source();
     }
     false
+}
+
+/// A stream that takes less than publishing does; 0 and -1 are no limit.
+fn small(info: &Info, handler: &str, needed: u64, max_payload_bytes: u64) -> Option<Finding> {
+    let limit = u64::try_from(info.config.max_message_size).ok().filter(|limit| (1..needed).contains(limit))?;
+    let name = &info.config.name;
+    let raise = format!("nats stream edit {name} --max-msg-size {needed}");
+    Some(too_small(&format!("handler {handler}: stream {name}"), limit, needed, max_payload_bytes, &raise))
 }
 
 /// One finding for each setting with which the stream may lose or repeat what it acknowledged (H77).

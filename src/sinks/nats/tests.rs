@@ -287,7 +287,7 @@ async fn a_broker_that_is_down_is_unreachable_soon_and_shows_no_secret() {
     assert!(started.elapsed() < Duration::from_secs(5));
     let Outcome::Unreachable(why) = &outcomes[0] else { panic!("{outcomes:?}") };
     assert!(why.text().contains(&closed.to_string()) && !why.text().contains("hunter2"), "{why}");
-    let error = sink.check(&[]).await.unwrap_err();
+    let error = sink.check(&[], 1 << 20).await.unwrap_err();
     assert_eq!(error.class(), Class::Transient);
     assert!(error.report().contains(&closed.to_string()) && !error.report().contains("hunter2"), "{error:?}");
 }
@@ -358,6 +358,7 @@ async fn a_check_names_the_stream_that_is_missing_and_every_weak_setting_once() 
         config.max_messages = 10;
         config.duplicate_window = Duration::from_secs(1);
         config.retention = stream::RetentionPolicy::Interest;
+        config.max_message_size = 1000;
     })
     .await;
     let mut mismatched = route("mismatched", &format!("{name}.x"), Format::Raw);
@@ -369,7 +370,7 @@ async fn a_check_names_the_stream_that_is_missing_and_every_weak_setting_once() 
         route("wild", &format!("{name}.*"), Format::Raw),
         mismatched,
     ];
-    let findings = sink.check(&routes).await.unwrap();
+    let findings = sink.check(&routes, 1 << 20).await.unwrap();
     let missing: Vec<_> = findings.iter().filter(|finding| finding.severity == Severity::Missing).collect();
     assert_eq!(missing.len(), 3, "{findings:?}");
     assert!(missing[0].what.contains("billing") && missing[0].what.contains(&gone), "{missing:?}");
@@ -377,7 +378,16 @@ async fn a_check_names_the_stream_that_is_missing_and_every_weak_setting_once() 
     assert!(missing[1].what.contains("wild") && missing[1].what.contains("wildcard"), "{missing:?}");
     assert!(missing[2].what.contains("mismatched") && missing[2].what.contains(&name), "{missing:?}");
     let weak: Vec<_> = findings.iter().filter(|finding| finding.severity == Severity::Weak).collect();
-    for part in ["in memory", "one replica", "discards its oldest", "message ids for 1 s", "Interest retention"] {
+    for part in [
+        "in memory",
+        "one replica",
+        "discards its oldest",
+        "message ids for 1 s",
+        "Interest retention",
+        "NATS at",
+        "handler good: stream",
+        "handler good too: stream",
+    ] {
         assert_eq!(weak.iter().filter(|finding| finding.what.contains(part)).count(), 1, "{part}: {weak:?}");
     }
     delete(&sink, &name).await;

@@ -8,18 +8,21 @@ use redis::{RedisResult, cmd};
 
 use super::{ADD_HASH, Redis, shown};
 use crate::error::{Error, Result};
-use crate::sinks::{Finding, Route, Severity};
+use crate::sinks::{Finding, Route, Severity, too_small};
+
+/// The longest value that the server takes.
+const LONGEST: &str = "proto-max-bulk-len";
 
 const CHECK_TIMEOUT: Duration = Duration::from_secs(10);
 
-pub(super) async fn check(sink: &Redis, routes: &[Route]) -> Result<Vec<Finding>> {
+pub(super) async fn check(sink: &Redis, routes: &[Route], max_payload_bytes: u64) -> Result<Vec<Finding>> {
     let unanswered = |why: String| {
         Error::transient(format!("ask Redis at {}: {why}", sink.link.address()))
             .hint(format!("is it running, and are url, tls and credentials of [sinks.{}] right?", sink.name))
     };
     let asking = async {
         let (number, mut connection) = sink.link.connection().await?;
-        let findings = ask(sink, routes, &mut connection).await;
+        let findings = ask(sink, routes, max_payload_bytes, &mut connection).await;
         if findings.is_err() {
             sink.link.drop_connection(number).await;
         }
@@ -31,7 +34,12 @@ pub(super) async fn check(sink: &Redis, routes: &[Route]) -> Result<Vec<Finding>
     }
 }
 
-async fn ask(sink: &Redis, routes: &[Route], connection: &mut MultiplexedConnection) -> RedisResult<Vec<Finding>> {
+async fn ask(
+    sink: &Redis,
+    routes: &[Route],
+    max_payload_bytes: u64,
+    connection: &mut MultiplexedConnection,
+) -> RedisResult<Vec<Finding>> {
     cmd("PING").query_async::<String>(connection).await?;
     let mut findings = Vec::new();
     for route in routes {
@@ -41,6 +49,16 @@ async fn ask(sink: &Redis, routes: &[Route], connection: &mut MultiplexedConnect
         }
     }
     findings.extend(of_server(sink, connection).await?);
+    let most = routes.iter().map(|route| route.needed_bytes(max_payload_bytes)).max();
+    let limit = cmd("CONFIG").arg("GET").arg(LONGEST).query_async::<BTreeMap<String, u64>>(connection).await;
+    let limit = optional(limit, "CONFIG GET")?.and_then(|answer| answer.get(LONGEST).copied());
+    if let (Some(needed), Some(limit)) = (most, limit)
+        && limit < needed
+    {
+        let subject = format!("Redis at {}", sink.link.address());
+        let raise = format!("CONFIG SET {LONGEST} {needed}");
+        findings.push(too_small(&subject, limit, needed, max_payload_bytes, &raise));
+    }
     Ok(findings)
 }
 

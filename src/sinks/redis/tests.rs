@@ -232,7 +232,7 @@ async fn a_broker_that_is_down_or_refuses_us_is_unreachable_and_names_its_addres
     let down = sink_with(config(format!("redis://u:hunter2@{closed}")), Duration::from_secs(2)).await;
     let outcomes = down.send(&route("h", "s", Format::Raw), &[parcel(1, None), parcel(2, None)]).await;
     assert_eq!(codes(&outcomes), ["unreachable NOT_CONNECTED", "unreachable NOT_CONNECTED"]);
-    let error = down.check(&[]).await.unwrap_err();
+    let error = down.check(&[], 1 << 20).await.unwrap_err();
     assert_eq!(error.class(), crate::error::Class::Transient);
     assert!(error.report().contains(&closed.to_string()) && !error.report().contains("hunter2"), "{error:?}");
     let mut wrong = config(service("LB_REDIS_URL"));
@@ -275,7 +275,10 @@ async fn a_check_tells_a_missing_stream_from_a_key_of_another_type() {
     assert_eq!(codes(&sink.send(&route("h", &stream, Format::Raw), &[parcel(1, None)]).await), ["acked"]);
     cmd("SET").arg(&string).arg("x").exec_async(&mut connection(&sink).await).await.unwrap();
     let routes = [&missing, &stream, &string].map(|name| route("billing", name, Format::Raw));
-    let findings = sink.check(&routes).await.unwrap();
+    // Redis takes values of 512 MiB.
+    let large = sink.check(&routes, 600 << 20).await.unwrap();
+    assert!(large.iter().any(|finding| finding.hint.starts_with("CONFIG SET proto-max-bulk-len ")), "{large:?}");
+    let findings = sink.check(&routes, 1 << 20).await.unwrap();
     let about = |name: &str| findings.iter().filter(|finding| finding.what.contains(name)).collect::<Vec<_>>();
     assert_eq!(about(&missing).iter().map(|finding| finding.severity).collect::<Vec<_>>(), [Severity::Weak]);
     assert!(about(&stream).is_empty());
@@ -297,7 +300,7 @@ async fn a_user_without_the_right_to_add_is_found_before_and_unreachable_after()
     config.password = Some(SecretSource::Inline(Secret::new("pw")));
     let sink = sink_with(config, Duration::from_secs(5)).await;
     let to = route("h", &fresh("denied"), Format::Raw);
-    let findings = sink.check(std::slice::from_ref(&to)).await.unwrap();
+    let findings = sink.check(std::slice::from_ref(&to), 1 << 20).await.unwrap();
     assert!(findings.iter().any(|f| f.severity == Severity::Missing && f.what.contains("XADD")), "{findings:?}");
     let outcomes = sink.send(&to, &[parcel(1, None)]).await;
     cmd("ACL").arg("DELUSER").arg(&name).exec_async(&mut admin).await.unwrap();
