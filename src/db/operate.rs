@@ -27,9 +27,9 @@ select h.name, h.sink, h.destination,
                                where d.handler = h.id and d.due_at is not null and d.attempts > 0 limit $1) x) as retrying,
        (select count(*) from (select from {schema}.{p}dead x where x.handler = h.id limit $1) x) as dead,
        (select extract(epoch from clock_timestamp() - min(o.created_at))::float8
-          from unnest(l.lanes) lane
+          from unnest(l.lanes) u(lane)
           cross join lateral (select d.created_at from {schema}.{p}deliveries d
-                               where d.lane = lane and d.handler = h.id and d.due_at is null order by d.seq limit 1) o) as lag,
+                               where d.lane = u.lane and d.handler = h.id and d.due_at is null order by d.seq limit 1) o) as lag,
        b.blocked, b.keys, b.age, b.cut
   from {schema}.{p}handlers h
  cross join (select array_agg(n::smallint) as lanes from generate_series(0, 255) n) l
