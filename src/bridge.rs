@@ -28,7 +28,9 @@ const CLOSE: Duration = Duration::from_secs(2);
 const REGISTER_HANDLERS: &str = "select name, id from {schema}.{p}register_handlers($1)";
 /// $1 names of the configuration.
 const OTHER_HANDLERS: &str = "select name from {schema}.{p}handlers where name <> all ($1) order by name";
-/// Names this set of tables for ever.
+/// Where it was recorded to live if that is elsewhere, and where this is.
+const SETTLE: &str = "select {schema}.{p}settle(), {schema}.{p}here()";
+/// Names this set of tables until `adopt`.
 const INSTALLATION: &str = "select id::text from {schema}.{p}installation";
 /// $1 payload limit; writes only what differs, so that a restart locks nothing.
 const SETTINGS: &str = "
@@ -191,7 +193,34 @@ async fn prepare(config: &Config, connector: &Connector, names: &Names, options:
     } else {
         db::require_current(&session, names, db::MIGRATIONS).await?;
     }
+    settle(&session, names).await?;
     register(config, &session, names).await
+}
+
+/// Refuses a copy of the database (H33).
+///
+/// # Errors
+/// When the installation was recorded to live elsewhere.
+async fn settle(session: &Client, names: &Names) -> Result<()> {
+    let row = session.query_one(&names.render(SETTLE), &[]).await?;
+    let broken = |source| Error::new("read where the installation lives").source_is(source);
+    let home: Option<serde_json::Value> = row.try_get(0).map_err(broken)?;
+    let Some(home) = home else { return Ok(()) };
+    let here: serde_json::Value = row.try_get(1).map_err(broken)?;
+    Err(Error::new(format!(
+        "this database looks like a copy: the installation lives in {}, and this is {}; nothing is sent from here",
+        place(&home),
+        place(&here)
+    ))
+    .hint(
+        "if the original is gone (restored, moved, upgraded) or this one has brokers of its own: lanebridge adopt; \
+         see docs/runbooks/restore-from-backup.md",
+    ))
+}
+
+fn place(home: &serde_json::Value) -> String {
+    let part = |name: &str| home.get(name).and_then(serde_json::Value::as_str).unwrap_or("?").to_owned();
+    format!("database {} of the server with the system identifier {}", part("database"), part("system"))
 }
 
 /// What the database says of this configuration.

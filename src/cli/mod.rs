@@ -2,6 +2,7 @@
 //!
 //! Exit status: 0 done (for `run`: drained), 1 a failure while running, 2 a bad configuration or command line.
 
+mod adopt;
 mod deliveries;
 mod doctor;
 mod operate;
@@ -58,6 +59,8 @@ enum Command {
     Lanes(status::Lanes),
     /// See deliveries; requeue, bury or skip them.
     Deliveries(deliveries::Deliveries),
+    /// Make this database, a copy or one that was moved, the home of an installation of its own.
+    Adopt(adopt::Adopt),
     /// Run example business transactions, one of which rolls back.
     Demo(publish::Demo),
 }
@@ -106,6 +109,7 @@ async fn command(cli: &Cli) -> Result<()> {
         Command::Status(status) => status.run(&cli.config()?).await,
         Command::Lanes(lanes) => lanes.run(&cli.config()?).await,
         Command::Deliveries(deliveries) => deliveries.run(&cli.config()?).await,
+        Command::Adopt(adopt) => adopt.run(&cli.config()?).await,
         Command::Demo(demo) => demo.run(&cli.config()?).await,
     }
 }

@@ -6,6 +6,7 @@
 mod bridge;
 mod chaos;
 mod consumers;
+mod copies;
 mod crashes;
 mod drain;
 mod durability;

@@ -51,6 +51,10 @@ impl Database {
         database
     }
 
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     pub fn url(&self) -> String {
         let (server, _) = self.server.rsplit_once('/').expect("the address names a database");
         format!("{server}/{}", self.name)
