@@ -101,8 +101,10 @@ async fn what_was_published_is_listed_shown_and_counted() {
     assert_eq!(it.json(&["deliveries", "show", "h", "1", "--payload", "--json"])["payload"], "one");
 
     let status = it.json(&["status", "--json"]);
-    assert_eq!(status["handlers"][0]["pending"], 2);
-    assert_eq!(status["handlers"][0]["scheduled"], 1);
+    let handler = &status["handlers"][0];
+    let counts = ["pending", "scheduled", "retrying", "blocked", "blocked_keys", "dead"].map(|state| &handler[state]);
+    assert_eq!(counts, [1, 1, 0, 1, 1, 0]);
+    assert!(handler["blocked_seconds"].is_number(), "{handler}");
     assert_eq!(status["unrouted_events"], 1);
     assert_eq!(it.json(&["lanes", "--json"])[0]["lanes"], "0-255");
     it.drop().await;
@@ -121,22 +123,102 @@ async fn a_refused_event_names_the_rule_and_stores_nothing() {
     it.drop().await;
 }
 
+/// What a bridge writes when the broker refuses a delivery for the last time.
+const KILL: &str = "insert into lanebridge.dead (lane, handler, seq, created_at, key_hash, size_bytes, attempts, generation, code, error)
+    select lane, handler, seq, created_at, key_hash, size_bytes, 20, 0, 'X', 'no' from lanebridge.deliveries where seq = 1;
+    delete from lanebridge.deliveries where seq = 1";
+
 #[tokio::test]
 async fn requeue_says_what_it_did_and_does_it_once() {
     let it = Installation::new(&handlers()).await;
     it.ok(&["migrate"]);
     it.ok(&["publish", "order.x", "--payload", "p", "--key", "k"]);
-    let bury = "insert into lanebridge.dead (lane, handler, seq, created_at, key_hash, size_bytes, attempts, generation, code, error)
-                select lane, handler, seq, created_at, key_hash, size_bytes, 20, 0, 'X', 'no' from lanebridge.deliveries;
-                delete from lanebridge.deliveries";
-    sql(&it.url(), bury).await;
-    assert_eq!(it.json(&["deliveries", "list", "--state", "dead", "--json"])[0]["attempts"], 20);
+    sql(&it.url(), KILL).await;
+    let dead = it.json(&["deliveries", "list", "--state", "dead", "--json"]);
+    assert_eq!((&dead[0]["attempts"], &dead[0]["last_error"]), (&20.into(), &"X: no".into()));
     let unasked = it.run(&["deliveries", "requeue", "h", "--all-dead"]);
-    assert_eq!(unasked.status.code(), Some(2), "destructive without --yes");
-    assert_eq!(it.json(&["deliveries", "requeue", "h", "--all-dead", "--dry-run", "--json"])["dead"], 1);
-    assert_eq!(it.json(&["deliveries", "requeue", "h", "1", "99", "--json"])["requeued"], 1);
+    assert_eq!(unasked.status.code(), Some(2), "many without --yes");
+    let dry = it.json(&["deliveries", "requeue", "h", "--all-dead", "--dry-run", "--json"]);
+    assert_eq!((&dry["matching"]["dead"], &dry["changed"]), (&1.into(), &0.into()));
+    assert_eq!(it.json(&["deliveries", "requeue", "h", "1", "99", "--json"])["changed"], 1);
     let again = it.ok(&["deliveries", "requeue", "h", "1"]);
-    assert!(again.contains("requeued 0 of 1") && again.contains("not dead"), "{again}");
+    assert!(again.contains("requeued 0 of 1") && again.contains("1 are not there to requeue"), "{again}");
+    it.drop().await;
+}
+
+/// B47: what will be done and on which database comes first; without an answer nothing is.
+#[tokio::test]
+async fn bury_and_skip_say_where_and_ask_first() {
+    let it = Installation::new(&handlers()).await;
+    it.ok(&["migrate"]);
+    for event in ["order.paid", "order.paid", "order.sent"] {
+        it.ok(&["publish", event, "--payload", "p", "--key", "k", "--deliver-at", "2100-01-01T00:00:00Z"]);
+    }
+    sql(&it.url(), KILL).await;
+    for action in [&["bury", "h", "2"][..], &["skip", "h", "1"], &["skip", "h", "--key", "k"]] {
+        let unasked = it.run(&[&["deliveries"], action].concat());
+        let (stdout, stderr) = (String::from_utf8_lossy(&unasked.stdout), String::from_utf8_lossy(&unasked.stderr));
+        assert_eq!(unasked.status.code(), Some(2), "{stderr}");
+        assert!(stdout.contains(&format!("to {} for h in {} on ", action[0], it.database)), "{stdout}");
+        assert!(stderr.contains("--yes"), "{stderr}");
+    }
+    let refused = it.run(&["deliveries", "skip", "h", "--yes"]);
+    assert_eq!(refused.status.code(), Some(2), "all of a handler is never meant by saying nothing: {refused:?}");
+    let refused = it.run(&["deliveries", "skip", "nobody", "1", "--yes"]);
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("there are: h"), "{refused:?}");
+    let refused = it.run(&["deliveries", "bury", "h", "--state", "dead", "--yes"]);
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("the state must be one of"), "{refused:?}");
+    assert_eq!(it.json(&["deliveries", "list", "--json"]).as_array().unwrap().len(), 3, "nothing was changed");
+
+    let none = ["deliveries", "bury", "h", "--type", "order.*", "--older-than", "1h", "--yes"];
+    assert!(it.ok(&none).contains("none\nburied 0 of 0"), "{}", it.ok(&none));
+    let buried = ["deliveries", "bury", "h", "--type", "order.*", "--newer-than", "1h", "--limit", "1", "--yes"];
+    let buried = it.ok(&[&buried[..], &["--reason", "wrong address"]].concat());
+    assert!(buried.contains("2 scheduled\nburied 1 of 2"), "{buried}");
+    let skipped = it.json(&["deliveries", "skip", "h", "--error", "wrong addr", "--yes", "--json"]);
+    assert_eq!((&skipped["matching"]["dead"], &skipped["changed"]), (&1.into(), &1.into()));
+    assert_eq!(it.json(&["deliveries", "skip", "h", "1", "2", "3", "--yes", "--json"])["changed"], 2);
+    assert_eq!(it.json(&["deliveries", "skip", "h", "1", "2", "3", "--yes", "--json"])["changed"], 0);
+    assert_eq!(it.json(&["deliveries", "list", "--json"]), Value::Array(Vec::new()), "marks are no deliveries");
+    it.drop().await;
+}
+
+#[tokio::test]
+async fn a_pending_delivery_is_taken_only_when_no_bridge_may_have_it() {
+    let it = Installation::new(&handlers()).await;
+    it.ok(&["migrate"]);
+    it.ok(&["publish", "order.x", "--payload", "p", "--key", "k"]);
+    let own = "select lanebridge.take_lanes(lanebridge.register_bridge('b', 'i', 'v'),
+                                            array(select n::smallint from generate_series(0, 255) n))";
+    sql(&it.url(), own).await;
+    let left = it.ok(&["deliveries", "bury", "h", "1", "--yes"]);
+    assert!(left.contains("1 pending ones are left alone, since a bridge may have them in flight"), "{left}");
+    sql(&it.url(), "select lanebridge.leave(epoch) from lanebridge.bridges").await;
+    assert!(it.ok(&["deliveries", "bury", "h", "1", "--yes"]).contains("buried 1 of 1"));
+    it.drop().await;
+}
+
+/// Thousands go in batches, one audit row each, and what is blocked behind them is counted.
+#[tokio::test]
+async fn thousands_are_changed_in_batches() {
+    let it = Installation::new(&handlers()).await;
+    it.ok(&["migrate"]);
+    let events = "select lanebridge.publish('order.x', 'p', 'k' || n % 3000) from generate_series(1, 5000) n;
+        insert into lanebridge.dead (lane, handler, seq, created_at, key_hash, size_bytes, attempts, generation, code, error)
+        select lane, handler, seq, created_at, key_hash, size_bytes, 20, 0, 'X', 'no' from lanebridge.deliveries where seq <= 2500;
+        delete from lanebridge.deliveries where seq <= 2500";
+    sql(&it.url(), events).await;
+    let status = it.json(&["status", "--json"]);
+    let counts = ["pending", "blocked", "blocked_keys", "dead"].map(|state| &status["handlers"][0][state]);
+    // Keys 1 to 2000 have their second event behind a dead first one.
+    assert_eq!(counts, [500, 2000, 2000, 2500], "{status}");
+    assert_eq!(it.json(&["deliveries", "requeue", "h", "--all-dead", "--yes", "--json"])["changed"], 2500);
+    let batches =
+        "do $$ begin assert (select array_agg(changed order by id) from lanebridge.audit) = '{1000,1000,500}'; end $$";
+    sql(&it.url(), batches).await;
+    let status = it.json(&["status", "--json"]);
+    let counts = ["pending", "scheduled", "blocked", "dead"].map(|state| &status["handlers"][0][state]);
+    assert_eq!(counts, [500, 2500, 2000, 0], "{status}");
     it.drop().await;
 }
 

@@ -1,6 +1,4 @@
-//! `deliveries list|show|requeue`.
-
-use std::collections::BTreeSet;
+//! `deliveries`: list and show; what changes them is in `operate`.
 
 use clap::{Args, Subcommand};
 use serde_json::Value;
@@ -8,13 +6,11 @@ use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 use tokio_postgres::Row;
 
+use super::operate::{Bury, Requeue, Skip};
 use super::{Session, cell, objects, print, table, text};
 use crate::config::Config;
 use crate::db::operate;
 use crate::error::{Error, Result};
-
-/// Requeued in one statement.
-const BATCH: usize = 1000;
 
 #[derive(Args)]
 pub(super) struct Deliveries {
@@ -28,8 +24,12 @@ enum Command {
     List(List),
     /// One delivery with its attempts.
     Show(Show),
-    /// Give dead deliveries another chance, in order.
+    /// Give dead deliveries another chance, in order, and try retrying ones now.
     Requeue(Requeue),
+    /// Stop trying: retrying, scheduled and, without a bridge, pending deliveries become dead.
+    Bury(Bury),
+    /// Let the key go on: deliveries are gone for good, and their followers come in order.
+    Skip(Skip),
 }
 
 #[derive(Args)]
@@ -64,23 +64,6 @@ struct Show {
     json: bool,
 }
 
-#[derive(Args)]
-struct Requeue {
-    handler: String,
-    seqs: Vec<i64>,
-    /// Every dead delivery of the handler; needs --yes.
-    #[arg(long, conflicts_with = "seqs")]
-    all_dead: bool,
-    /// Only say how many.
-    #[arg(long)]
-    dry_run: bool,
-    /// Do it without asking.
-    #[arg(long)]
-    yes: bool,
-    #[arg(long)]
-    json: bool,
-}
-
 const COLUMNS: [&str; 10] =
     ["seq", "handler", "state", "event_id", "type", "key", "attempts", "due_at", "published_at", "last_error"];
 
@@ -88,7 +71,7 @@ const COLUMNS: [&str; 10] =
 const FOR_PEOPLE: [usize; 8] = [0, 1, 2, 4, 5, 6, 7, 9];
 
 /// A name that no handler has is a typo, not an empty answer.
-async fn known(session: &Session, handler: &str) -> Result<()> {
+pub(super) async fn known(session: &Session, handler: &str) -> Result<()> {
     let rows = session.query(operate::HANDLER_NAMES, &[]).await?;
     let names = rows.iter().map(|row| cell::<String>(row, 0)).collect::<Result<Vec<_>>>()?;
     if names.iter().any(|name| name == handler) {
@@ -103,7 +86,9 @@ impl Deliveries {
         match &self.command {
             Command::List(list) => list.run(&session).await,
             Command::Show(show) => show.run(&session).await,
-            Command::Requeue(requeue) => requeue.run(&session).await,
+            Command::Requeue(requeue) => requeue.run(config, &session).await,
+            Command::Bury(bury) => bury.run(config, &session).await,
+            Command::Skip(skip) => skip.run(config, &session).await,
         }
     }
 }
@@ -211,48 +196,6 @@ impl Show {
             Some(payload) => print(&format!("\n{payload}\n")),
             None => Ok(()),
         }
-    }
-}
-
-impl Requeue {
-    async fn run(&self, session: &Session) -> Result<()> {
-        known(session, &self.handler).await?;
-        if self.seqs.is_empty() && !self.all_dead {
-            return Err(Error::config("requeue needs the seqs of dead deliveries, or --all-dead"));
-        }
-        if self.all_dead && !self.yes && !self.dry_run {
-            return Err(Error::config(format!("this requeues every dead delivery of {}", self.handler))
-                .hint("--dry-run counts them, --yes does it"));
-        }
-        let mut found = 0;
-        let mut changed = 0_i64;
-        let mut after = i64::MIN;
-        loop {
-            let limit = i64::try_from(BATCH).unwrap_or(i64::MAX);
-            let rows = session.query(operate::DEAD_OF, &[&self.handler, &after, &limit]).await?;
-            let page = rows.iter().map(|row| cell::<i64>(row, 0)).collect::<Result<Vec<_>>>()?;
-            let Some(last) = page.last() else { break };
-            after = *last;
-            let seqs: Vec<i64> = page.into_iter().filter(|seq| self.all_dead || self.seqs.contains(seq)).collect();
-            found += seqs.len();
-            if !self.dry_run && !seqs.is_empty() {
-                let rows = session.query(operate::REQUEUE, &[&self.handler, &seqs]).await?;
-                changed += rows.first().map(|row| cell::<i64>(row, 0)).transpose()?.unwrap_or(0);
-            }
-        }
-        let asked = if self.all_dead { found } else { self.seqs.iter().collect::<BTreeSet<_>>().len() };
-        if self.json {
-            let answer = serde_json::json!({"asked": asked, "dead": found, "requeued": changed});
-            return print(&format!("{answer}\n"));
-        }
-        if self.dry_run {
-            return print(&format!("{found} dead deliveries of {} would be requeued\n", self.handler));
-        }
-        print(&format!("requeued {changed} of {asked}\n"))?;
-        if found < asked {
-            print(&format!("{} are not dead: completed, requeued before, or never there\n", asked - found))?;
-        }
-        Ok(())
     }
 }
 

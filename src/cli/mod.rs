@@ -4,6 +4,7 @@
 
 mod deliveries;
 mod doctor;
+mod operate;
 mod publish;
 mod run;
 mod status;
@@ -55,7 +56,7 @@ enum Command {
     Status(status::Status),
     /// Who owns which lane.
     Lanes(status::Lanes),
-    /// See and requeue single deliveries.
+    /// See deliveries; requeue, bury or skip them.
     Deliveries(deliveries::Deliveries),
     /// Run example business transactions, one of which rolls back.
     Demo(publish::Demo),
@@ -139,6 +140,13 @@ impl Session {
         let names = db::Names::new(&config.postgres);
         db::require_current(&client, &names, db::MIGRATIONS).await?;
         Ok(Self { client, names })
+    }
+
+    /// `app on db.example:5432`, so that nobody changes what they did not mean to.
+    async fn database(&self) -> Result<String> {
+        let rows = self.query("select current_database()", &[]).await?;
+        let name: Option<String> = rows.first().map(|row| cell(row, 0)).transpose()?;
+        Ok(format!("{} on {}", name.unwrap_or_default(), self.client.server()))
     }
 
     async fn query(

@@ -37,8 +37,19 @@ const BRIDGES: [&str; 10] = [
 ];
 /// Columns of people's table; the note is a sentence, and comes below.
 const SHOWN: usize = BRIDGES.len() - 1;
-const HANDLERS: [&str; 8] =
-    ["handler", "sink", "destination", "pending", "scheduled", "retrying", "dead", "lag_seconds"];
+const HANDLERS: [&str; 11] = [
+    "handler",
+    "sink",
+    "destination",
+    "pending",
+    "scheduled",
+    "retrying",
+    "blocked",
+    "blocked_keys",
+    "blocked_seconds",
+    "dead",
+    "lag_seconds",
+];
 
 impl Status {
     pub(super) async fn run(&self, config: &Config) -> Result<()> {
@@ -60,15 +71,19 @@ impl Status {
         }
         let mut handlers = Vec::new();
         for row in session.query(operate::HANDLERS, &[&COUNT_LIMIT]).await? {
+            let (ordinary, blocked, cut): (i64, i64, bool) = (cell(&row, 3)?, cell(&row, 8)?, cell(&row, 11)?);
             handlers.push(vec![
                 cell::<String>(&row, 0)?.into(),
                 cell::<String>(&row, 1)?.into(),
                 cell::<String>(&row, 2)?.into(),
-                count(cell(&row, 3)?),
+                at_least((ordinary - blocked).max(0), ordinary >= COUNT_LIMIT),
                 count(cell(&row, 4)?),
                 count(cell(&row, 5)?),
+                at_least(blocked, cut),
+                at_least(cell(&row, 9)?, cut),
+                seconds(cell(&row, 10)?),
                 count(cell(&row, 6)?),
-                cell::<Option<f64>>(&row, 7)?.map(|lag| (lag * 10.0).round() / 10.0).into(),
+                seconds(cell(&row, 7)?),
             ]);
         }
         let strays = session.query(operate::STRAYS, &[&COUNT_LIMIT]).await?;
@@ -138,5 +153,15 @@ fn note(bridge: &[Value]) -> Option<String> {
 
 /// A number, or a text with a plus at the limit.
 fn count(n: i64) -> Value {
-    if n >= COUNT_LIMIT { format!("{COUNT_LIMIT}+").into() } else { n.into() }
+    at_least(n, n >= COUNT_LIMIT)
+}
+
+/// A number, or where there may be more a text with a plus.
+fn at_least(n: i64, more: bool) -> Value {
+    if more { format!("{n}+").into() } else { n.into() }
+}
+
+/// To a tenth.
+fn seconds(age: Option<f64>) -> Value {
+    age.map(|age| (age * 10.0).round() / 10.0).into()
 }

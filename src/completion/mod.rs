@@ -24,6 +24,8 @@ pub(crate) struct Writer {
     complete: Statement,
     retry: Statement,
     bury: Statement,
+    record: Statement,
+    clear: Statement,
 }
 
 /// What is to be written, kept until the database said that it was.
@@ -32,6 +34,8 @@ pub(crate) struct Outcomes {
     pub acked: Vec<DeliveryId>,
     pub refused: Vec<Refusal>,
     pub buried: Vec<Burial>,
+    /// Sent under record, and the process is alive: their records go.
+    pub cleared: Vec<DeliveryId>,
 }
 
 /// An attempt was spent; the delivery is held for `delay`.
@@ -62,11 +66,15 @@ pub(crate) struct Missing {
 
 impl Outcomes {
     pub(crate) fn is_empty(&self) -> bool {
-        self.acked.is_empty() && self.refused.is_empty() && self.buried.is_empty()
+        self.acked.is_empty() && self.refused.is_empty() && self.buried.is_empty() && self.cleared.is_empty()
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.acked.len() + self.refused.len() + self.buried.len()
+        self.acked.len() + self.refused.len() + self.buried.len() + self.cleared.len()
+    }
+
+    fn is_empty_but_for_cleared(&self) -> bool {
+        self.acked.is_empty() && self.refused.is_empty() && self.buried.is_empty()
     }
 
     /// Splits off the next batch.
@@ -75,7 +83,13 @@ impl Outcomes {
             let n = all.len().min(BATCH);
             all.drain(..n).collect()
         }
-        Outcomes { acked: front(&mut self.acked), refused: front(&mut self.refused), buried: front(&mut self.buried) }
+        Outcomes {
+            acked: front(&mut self.acked),
+            refused: front(&mut self.refused),
+            buried: front(&mut self.buried),
+            // Its record goes after what became of a delivery is written, or a crash in between is blamed on it.
+            cleared: if self.is_empty_but_for_cleared() { front(&mut self.cleared) } else { Vec::new() },
+        }
     }
 }
 
@@ -86,7 +100,9 @@ impl Writer {
         let complete = client.prepare(&names.render(deliveries::COMPLETE)).await?;
         let retry = client.prepare(&names.render(deliveries::RETRY)).await?;
         let bury = client.prepare(&names.render(deliveries::BURY)).await?;
-        Ok(Self { client, complete, retry, bury })
+        let record = client.prepare(&names.render(deliveries::RECORD)).await?;
+        let clear = client.prepare(&names.render(deliveries::CLEAR)).await?;
+        Ok(Self { client, complete, retry, bury, record, clear })
     }
 
     pub(crate) fn is_closed(&self) -> bool {
@@ -106,7 +122,28 @@ impl Writer {
         if !outcomes.buried.is_empty() {
             self.bury(epoch, &outcomes.buried).await?;
         }
+        if !outcomes.cleared.is_empty() {
+            let (lanes, handlers, seqs) = columns(outcomes.cleared.iter().copied());
+            self.client.query(&self.clear, &[&epoch, &lanes, &handlers, &seqs]).await?;
+        }
         Ok(missing)
+    }
+
+    /// Says that these are about to be sent, `together`; each with its attempts so far.
+    ///
+    /// # Errors
+    /// As [`Self::write`]; they are not to be sent then.
+    pub(crate) async fn record(
+        &self,
+        epoch: i64,
+        suspects: impl Iterator<Item = (DeliveryId, i16)>,
+        together: usize,
+    ) -> Result<()> {
+        let together = i32::try_from(together).unwrap_or(i32::MAX);
+        let (ids, attempts): (Vec<DeliveryId>, Vec<i16>) = suspects.unzip();
+        let (lanes, handlers, seqs) = columns(ids.into_iter());
+        self.client.query(&self.record, &[&epoch, &lanes, &handlers, &seqs, &attempts, &together]).await?;
+        Ok(())
     }
 
     async fn complete(&self, epoch: i64, acked: &[DeliveryId]) -> Result<Vec<Missing>> {

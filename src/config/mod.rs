@@ -30,6 +30,7 @@ pub use load::{load, parse};
 pub use pattern::Pattern;
 pub use secret::Secret;
 pub use template::{Placeholder, Template};
+pub(crate) use units::duration;
 
 use crate::backoff::Retry;
 

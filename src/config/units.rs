@@ -22,7 +22,7 @@ const SIZE_UNITS: [(&str, u64); 7] = [
 ///
 /// # Errors
 /// A sentence without the value, which the caller knows how to show.
-pub(super) fn duration(text: &str) -> Result<Duration, String> {
+pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     if text == "0" {
         return Ok(Duration::ZERO);
     }

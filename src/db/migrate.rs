@@ -21,6 +21,8 @@ pub const MIGRATIONS: &[Migration] = &[
     Migration { version: 2, name: "publish", sql: include_str!("../../migrations/0002_publish.sql") },
     Migration { version: 3, name: "bridge", sql: include_str!("../../migrations/0003_bridge.sql") },
     Migration { version: 4, name: "wal", sql: include_str!("../../migrations/0004_wal.sql") },
+    Migration { version: 5, name: "operate", sql: include_str!("../../migrations/0005_operate.sql") },
+    Migration { version: 6, name: "suspects", sql: include_str!("../../migrations/0006_suspects.sql") },
 ];
 
 /// How often a migration that ran into `lock_timeout` is tried; with the waits, about a minute.

@@ -14,7 +14,9 @@ select b.name, b.instance, b.epoch, b.version,
   from {schema}.{p}bridges b where b.fenced_at is null order by b.epoch";
 
 /// Per handler, counts up to $1 each. `ordinary` are pending and blocked together; the lag is the age of the oldest
-/// ordinary delivery among the first of every lane, found by the primary key.
+/// ordinary delivery among the first of every lane, found by the primary key. Blocked ones are counted from what holds
+/// them: only lanes with a held or, where the handler blocks, a dead delivery are read, from there on. `cut`: more than
+/// $1 rows hold or were read, so that the blocked are at least these. Marks hold as well, until they are promoted.
 pub(crate) const HANDLERS: &str = "
 select h.name, h.sink, h.destination,
        (select count(*) from (select from {schema}.{p}deliveries d
@@ -27,9 +29,31 @@ select h.name, h.sink, h.destination,
        (select extract(epoch from clock_timestamp() - min(o.created_at))::float8
           from unnest(l.lanes) lane
           cross join lateral (select d.created_at from {schema}.{p}deliveries d
-                               where d.lane = lane and d.handler = h.id and d.due_at is null order by d.seq limit 1) o) as lag
+                               where d.lane = lane and d.handler = h.id and d.due_at is null order by d.seq limit 1) o) as lag,
+       b.blocked, b.keys, b.age, b.cut
   from {schema}.{p}handlers h
  cross join (select array_agg(n::smallint) as lanes from generate_series(0, 255) n) l
+ cross join lateral (
+    with holds as materialized (
+        (select d.lane, d.key_hash, d.seq from {schema}.{p}deliveries d
+          where h.ordered and d.handler = h.id and d.lane = any (l.lanes) and d.due_at is not null and d.key_hash is not null
+          limit $1)
+        union all
+        (select x.lane, x.key_hash, x.seq from {schema}.{p}dead x
+          where h.ordered and h.blocks and x.handler = h.id and x.lane = any (l.lanes) and x.key_hash is not null limit $1)
+    ), heads as materialized (
+        select o.lane, o.key_hash, min(o.seq) as seq from holds o group by o.lane, o.key_hash
+    ), read as materialized (
+        select d.key_hash, d.seq, d.created_at
+          from (select o.lane, min(o.seq) as seq from heads o group by o.lane) o
+         cross join lateral (select d.key_hash, d.seq, d.created_at from {schema}.{p}deliveries d
+                              where d.lane = o.lane and d.handler = h.id and d.seq > o.seq and d.due_at is null offset 0) d
+         limit $1
+    )
+    select count(*) as blocked, count(distinct r.key_hash) as keys,
+           extract(epoch from clock_timestamp() - min(r.created_at))::float8 as age,
+           (select count(*) from read) >= $1 or (select count(*) from holds) >= $1 as cut
+      from read r join heads o on o.key_hash = r.key_hash and o.seq < r.seq) b
  order by h.name";
 
 /// Events no handler took, up to $1; rows in the default partition, up to $1.
@@ -43,11 +67,13 @@ select l.lane, b.name, l.epoch, extract(epoch from clock_timestamp() - l.taken_a
   from {schema}.{p}lanes l left join {schema}.{p}bridges b on b.epoch = l.epoch order by l.lane";
 
 /// One page of deliveries, dead ones too, by seq and handler above ($8, $9). $1 handler, $2 state, $3 key, $4 event
-/// id, $5 type: null takes all. $6 limit. $7: only this seq, for `show`.
+/// id, $5 type: null takes all. $6 limit. $7: only this seq, for `show`. Marks of skipped ones are no deliveries.
 pub(crate) const LIST: &str = "
-select d.seq, h.name, d.state, e.id, e.type, e.key, d.attempts, d.due_at, d.created_at, f.code, f.error, d.generation, d.lane
+select d.seq, h.name, d.state, e.id, e.type, e.key, d.attempts, d.due_at, d.created_at,
+       coalesce(d.dead_code, f.code), coalesce(d.dead_error, f.error)
   from (
     select d.lane, d.handler, d.seq, d.created_at, d.key_hash, d.attempts::integer, d.generation, d.due_at,
+           null as dead_code, null as dead_error,
            case when d.due_at is not null and d.attempts = 0 then 'scheduled'
                 when d.due_at is not null then 'retrying'
                 when d.key_hash is not null and hh.ordered and (
@@ -57,9 +83,9 @@ select d.seq, h.name, d.state, e.id, e.type, e.key, d.attempts, d.due_at, d.crea
                                 and b.handler = d.handler and b.key_hash = d.key_hash and b.seq < d.seq)))
                 then 'blocked' else 'pending' end as state
       from {schema}.{p}deliveries d join {schema}.{p}handlers hh on hh.id = d.handler
-     where ($7::bigint is null or d.seq = $7)
+     where ($7::bigint is null or d.seq = $7) and d.attempts >= 0
     union all
-    select x.lane, x.handler, x.seq, x.created_at, x.key_hash, x.attempts, x.generation, null, 'dead'
+    select x.lane, x.handler, x.seq, x.created_at, x.key_hash, x.attempts, x.generation, null, x.code, x.error, 'dead'
       from {schema}.{p}dead x where ($7::bigint is null or x.seq = $7)
   ) d
   join {schema}.{p}handlers h on h.id = d.handler
@@ -79,15 +105,16 @@ select f.attempt, f.at, f.outcome, f.code, f.error from {schema}.{p}failures f
 /// The payload of one event, on demand only. $1 seq.
 pub(crate) const PAYLOAD: &str = "select payload from {schema}.{p}events where seq = $1";
 
-/// Seqs of a handler's dead deliveries above $2, a batch at a time. $1 handler, $3 limit.
-pub(crate) const DEAD_OF: &str = "
-select x.seq from {schema}.{p}dead x join {schema}.{p}handlers h on h.id = x.handler
- where h.name = $1 and x.seq > $2 order by x.seq limit $3";
-
 pub(crate) const HANDLER_NAMES: &str = "select name from {schema}.{p}handlers order by name";
 
-/// $1 handler, $2 seqs; returns how many came back.
-pub(crate) const REQUEUE: &str = "select {schema}.{p}requeue($1, $2)";
+/// A batch each: $1 handler, $2 seqs, $3 filter, $4 limit, $5 reason; return how many they changed.
+pub(crate) const REQUEUE: &str = "select {schema}.{p}requeue($1, $2, $3, $4, $5)";
+pub(crate) const BURY: &str = "select {schema}.{p}bury($1, $2, $3, $4, $5)";
+pub(crate) const SKIP: &str = "select {schema}.{p}skip($1, $2, $3, $4, $5)";
+
+/// What an action would change, by state. $1 action, $2 handler, $3 seqs, $4 filter, $5 limit.
+pub(crate) const COUNT_MATCHING: &str = "
+select state, deliveries from {schema}.{p}count_matching($1, $2, $3, $4, $5)";
 
 /// What the bridge's role may not do yet, as the GRANT that gives it.
 pub(crate) const MISSING_GRANTS: &str = "
@@ -99,6 +126,7 @@ select format('GRANT %s ON %s TO %I;', w.privilege, w.object, current_user)
                ('failures', 'SELECT'), ('failures', 'INSERT'), ('failures', 'UPDATE'), ('failures', 'DELETE'),
                ('dead', 'SELECT'), ('dead', 'INSERT'), ('dead', 'UPDATE'), ('dead', 'DELETE'),
                ('bridges', 'SELECT'), ('bridges', 'INSERT'), ('bridges', 'UPDATE'),
+               ('suspects', 'SELECT'), ('suspects', 'INSERT'), ('suspects', 'UPDATE'), ('suspects', 'DELETE'),
                ('lanes', 'SELECT'), ('lanes', 'UPDATE'), ('audit', 'INSERT')) x(relation, privilege)
  cross join lateral (select format('%s.%I', '{schema}', '{p_text}' || x.relation) as object, x.privilege) w
  where not has_table_privilege(w.object, w.privilege)
@@ -110,8 +138,9 @@ select format('GRANT EXECUTE ON FUNCTION %s TO %I;', p.oid::regprocedure, curren
   from pg_proc p
  where p.pronamespace = (select c.relnamespace from pg_class c where c.oid = '{schema}.{p}events'::regclass)
    and p.proname in (select '{p_text}' || f from unnest(array['fence', 'register_bridge', 'heartbeat', 'listening', 'lock_lanes', 'peers', 'release_lanes', 'unlock_lanes', 'end_frozen', 'take_lanes',
-       'leave', 'complete', 'retry', 'bury', 'promote', 'register_handlers', 'requeue', 'ensure_partitions',
-       'drop_partitions', 'channel', 'canary', 'report_source']) f)
+       'leave', 'complete', 'retry', 'bury', 'promote', 'register_handlers', 'requeue', 'skip', 'operate', 'matching', 'count_matching', 'states_of', 'filter_problem',
+       'ensure_partitions', 'drop_partitions', 'channel', 'canary', 'report_source',
+       'left_behind', 'suspects', 'record_suspects', 'clear_suspects']) f)
    and not has_function_privilege(p.oid, 'EXECUTE')";
 
 /// The owner of the tables, when it is neither the bridge's role nor one that it is a member of: only an owner makes and

@@ -85,15 +85,14 @@ impl Awaited {
         (lane, handler): (i16, i32),
         after: i64,
         rows: &[Row],
-        cut: bool,
+        read_to: i64,
         ended_below: i64,
         now: Instant,
     ) {
         let Some(wait) = self.pairs.get_mut(&(lane, handler)) else { return };
-        let last = rows.last().map_or(i64::MAX, |row| row.id.seq);
         wait.seqs.retain(|&(seq, xid)| {
             let found = seq.is_some_and(|seq| {
-                seq <= after || (cut && seq > last) || rows.binary_search_by_key(&seq, |row| row.id.seq).is_ok()
+                seq <= after || seq > read_to || rows.binary_search_by_key(&seq, |row| row.id.seq).is_ok()
             });
             !found && !ended(xid, ended_below)
         });
@@ -143,7 +142,7 @@ mod tests {
         awaited.add(&touch(5, 100), now);
         assert!(awaited.is_due(1, 2, now) && !awaited.is_due(1, 3, now));
         awaited.asked(1, 2);
-        awaited.seen(PAIR, 0, &[row(5)], false, 50, now);
+        awaited.seen(PAIR, 0, &[row(5)], i64::MAX, 50, now);
         assert!(awaited.next_due().is_none());
     }
 
@@ -158,7 +157,7 @@ mod tests {
             pauses.push(due - now);
             now = due;
             awaited.asked(1, 2);
-            awaited.seen(PAIR, 0, &[], false, 50, now);
+            awaited.seen(PAIR, 0, &[], i64::MAX, 50, now);
         }
         assert_eq!(pauses[..4], [0, 1, 2, 4].map(Duration::from_millis));
         assert_eq!(pauses.len(), LOOKS as usize);
@@ -172,10 +171,10 @@ mod tests {
         awaited.add(&touch(5, 100), now);
         awaited.add(&Touch { seq: None, ..touch(0, 100) }, now);
         awaited.asked(1, 2);
-        awaited.seen(PAIR, 0, &[], false, 100, now);
+        awaited.seen(PAIR, 0, &[], i64::MAX, 100, now);
         assert!(awaited.next_due().is_some(), "100 itself may still be running");
         awaited.asked(1, 2);
-        awaited.seen(PAIR, 0, &[], false, 101, now);
+        awaited.seen(PAIR, 0, &[], i64::MAX, 101, now);
         assert!(awaited.next_due().is_none());
     }
 
@@ -185,10 +184,10 @@ mod tests {
         awaited.add(&touch(5, 100), now);
         awaited.asked(1, 2);
         awaited.add(&touch(6, 101), now);
-        awaited.seen(PAIR, 0, &[row(5)], false, 50, now);
+        awaited.seen(PAIR, 0, &[row(5)], i64::MAX, 50, now);
         assert!(awaited.is_due(1, 2, now));
         awaited.asked(1, 2);
-        awaited.seen(PAIR, 0, &[row(5), row(6)], false, 50, now);
+        awaited.seen(PAIR, 0, &[row(5), row(6)], i64::MAX, 50, now);
         assert!(awaited.next_due().is_none());
     }
 
@@ -198,7 +197,7 @@ mod tests {
         awaited.add(&touch(5, 100), now);
         awaited.add(&touch(9, 100), now);
         awaited.asked(1, 2);
-        awaited.seen(PAIR, 3, &[row(4), row(5)], true, 50, now);
+        awaited.seen(PAIR, 3, &[row(4), row(5)], 5, 50, now);
         assert!(awaited.next_due().is_none());
     }
 

@@ -11,6 +11,7 @@ mod link;
 mod plan;
 #[cfg(test)]
 mod simulation;
+mod suspects;
 mod window;
 
 use std::collections::HashMap;
@@ -238,8 +239,9 @@ impl Loop {
 
     fn ownership(&mut self, news: Ownership) {
         match news {
-            Ownership::Gained { epoch, lanes } => {
+            Ownership::Gained { epoch, lanes, left } => {
                 self.plan.gained(epoch, &lanes);
+                self.plan.left_behind(&left);
                 for &lane in &lanes {
                     for &handler in self.outlets.keys() {
                         self.feed.set_standing(lane, handler, Standing::Behind);
@@ -405,7 +407,8 @@ impl Loop {
                         for ask in &asks {
                             self.feed.set_standing(ask.lane, ask.handler, self.plan.standing(ask.lane, ask.handler));
                         }
-                        let complete = all && empty && self.plan.is_idle() && !self.plan.wants_more();
+                        let complete =
+                            all && empty && self.plan.is_idle() && !self.plan.wants_more() && !self.plan.is_sweeping();
                         self.complete_rounds = if complete { self.complete_rounds + 1 } else { 0 };
                     }
                     Err(error) => {
@@ -560,6 +563,16 @@ impl Loop {
 /// Confirms rows and hands them to the sink; one answer per row, in order.
 async fn send(outlet: &Outlet, links: &Links, feed: &Feed, batch: &Batch) -> Vec<Answer> {
     let rows = &batch.rows;
+    if let Some(together) = batch.record {
+        let record = async {
+            let suspects = rows.iter().map(|row| (row.id, row.attempts));
+            links.writer().await?.record(batch.epoch, suspects, together).await
+        };
+        if let Err(error) = record.await {
+            tracing::warn!(error = %error.report(), "recording deliveries that may have killed a bridge failed; trying again");
+            return rows.iter().map(|_| Answer::NotTried).collect();
+        }
+    }
     let verdicts = match confirm(outlet, links, feed, batch).await {
         Ok(verdicts) => verdicts,
         Err(error) => {

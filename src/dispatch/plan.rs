@@ -9,15 +9,20 @@ use std::time::Instant;
 
 use super::awaited::Awaited;
 use super::breaker::{Breaker, Permit};
+use super::suspects::{Leave, Suspects};
 use super::window::Window;
 use crate::backoff::Retry;
 use crate::completion::{Burial, Missing, Outcomes, Refusal};
 use crate::delivery::{DeliveryId, Failure, Outcome};
+use crate::lanes::LeftBehind;
 use crate::sinks::{BEHIND, KeyWindow};
 use crate::sources::{Ask, Page, Promoted, Row, Standing, Touch};
 
 /// Rows without payload that wait per lane and handler; about 100 bytes each.
 const QUEUE: usize = 128;
+/// Rows that one poll looks at, over all its asks, hidden ones among them; each ask at least as many as it may take.
+/// About a tenth of a second of the server.
+const LOOKS: usize = 20_000;
 /// Acknowledged ids of a lost epoch that are remembered, to be deleted first should their lanes come back.
 const REMEMBERED: usize = 100_000;
 
@@ -55,6 +60,8 @@ pub(crate) struct Batch {
     pub handler: i32,
     pub epoch: i64,
     pub trial: bool,
+    /// One of them may have killed a bridge: to be recorded before they are sent, with this number of those together.
+    pub record: Option<usize>,
     pub rows: Vec<Row>,
 }
 
@@ -95,6 +102,57 @@ fn room(handler: &Handler, window: &Window) -> usize {
     if window.queued() * 2 <= most { most - window.queued().min(most) } else { 0 }
 }
 
+/// An attempt is spent: it waits, or is buried if it was the last.
+fn refuse(pending: &mut Outcomes, retry: Retry, row: &Row, failure: Failure, jitter: f64) {
+    let attempts = u32::try_from(row.attempts).unwrap_or(0) + 1;
+    match retry.delay(attempts, jitter) {
+        Some(delay) => pending.refused.push(Refusal { id: row.id, attempts: row.attempts, delay, failure }),
+        None => pending.buried.push(Burial { id: row.id, outcome: "refused", failure }),
+    }
+}
+
+/// A batch under record as it grows.
+struct Gather<'a> {
+    rows: &'a mut Vec<Row>,
+    most: &'a mut usize,
+    bytes: &'a mut u64,
+}
+
+impl Gather<'_> {
+    /// Adds what goes next of a window under suspicion; one that killed its bridge when it was alone is charged instead.
+    fn suspects_of(&mut self, window: &mut Window, suspects: &mut Suspects, pending: &mut Outcomes, rules: &Rules) {
+        let mut taken = window.take(self.most.saturating_sub(self.rows.len()), *self.bytes, rules.keys).into_iter();
+        for row in taken.by_ref() {
+            let may = match suspects.leave(&row, *self.most) {
+                Leave::Charge => {
+                    suspects.charged(row.id);
+                    let failure = Failure::new("CRASHED", "the bridge died while it sent this delivery alone");
+                    refuse(pending, rules.retry, &row, failure, 0.5);
+                    if pending.buried.last().is_some_and(|burial| burial.id == row.id) {
+                        pending.cleared.push(row.id);
+                    }
+                    // Later ones of its key were taken with it.
+                    break;
+                }
+                Leave::Recorded(may) => may,
+                Leave::Free => *self.most,
+            };
+            if !self.rows.is_empty() && self.rows.len() >= may {
+                // Another part of what is suspected: the next batch's.
+                *self.most = self.rows.len();
+                window.released(row.id.seq);
+                break;
+            }
+            *self.most = may.min(*self.most);
+            *self.bytes = self.bytes.saturating_sub(u64::from(row.size_bytes));
+            self.rows.push(row);
+        }
+        for row in taken {
+            window.released(row.id.seq);
+        }
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct Plan {
     epoch: i64,
@@ -116,6 +174,7 @@ pub(crate) struct Plan {
     pending: Outcomes,
     /// Acknowledged under a lost epoch, and not deleted as far as known.
     remembered: HashSet<DeliveryId>,
+    suspects: Suspects,
     /// Batches of a lost epoch that are still out; nothing is sent until they are back.
     strays: usize,
     totals: Totals,
@@ -141,6 +200,7 @@ impl Plan {
             settled: 0,
             pending: Outcomes::default(),
             remembered: HashSet::new(),
+            suspects: Suspects::default(),
             strays: 0,
             totals: Totals::default(),
         }
@@ -182,6 +242,18 @@ impl Plan {
         }
     }
 
+    /// The former owner of these lanes, which were just gained, died.
+    pub(crate) fn left_behind(&mut self, left: &LeftBehind) {
+        for handler in self.handlers.values() {
+            let Rules { id, batch, batches_in_flight, .. } = handler.rules;
+            let windows = left.lanes.iter().map(|lane| (*lane, id));
+            self.suspects.left_behind(windows, left.last_seq, 2 * QUEUE + batch * batches_in_flight);
+        }
+        for record in &left.records {
+            self.suspects.recorded(*record, left.lanes.contains(&record.id.lane));
+        }
+    }
+
     /// Everything known of the lanes is dropped, except what brokers acknowledged: that stays true.
     pub(crate) fn lost(&mut self) {
         let acked: Vec<DeliveryId> = self.pending.acked.drain(..).collect();
@@ -192,6 +264,7 @@ impl Plan {
         self.windows.clear();
         self.hungry.clear();
         self.awaited.clear();
+        self.suspects.clear();
         self.marks.clear();
         self.settled = 0;
         for handler in self.handlers.values_mut() {
@@ -206,6 +279,7 @@ impl Plan {
     pub(crate) fn leave(&mut self, lanes: &[i16]) {
         for lane in lanes.iter().filter(|lane| self.lanes.contains(lane)) {
             self.leaving.insert(*lane);
+            self.suspects.forget_lane(*lane);
             for &handler in self.handlers.keys() {
                 self.awaited.forget(*lane, handler);
             }
@@ -266,7 +340,7 @@ impl Plan {
 
     /// Call after what may have made a window want more, or no more.
     fn look_at(&mut self, pair: (i16, i32)) {
-        let wants = self.windows.get(&pair).is_some_and(|window| window.has_more() || window.sweep().is_some());
+        let wants = self.windows.get(&pair).is_some_and(|window| window.has_more() || window.sweeps_at_once());
         if wants {
             self.hungry.insert(pair);
         } else {
@@ -310,7 +384,7 @@ impl Plan {
             .filter(|(lane, _)| !self.leaving.contains(lane))
             .filter_map(|pair| Some((pair.1, self.windows.get(pair)?)));
         wanting.into_iter().any(|(handler, window)| {
-            (window.sweep().is_some() && window.queued() < 2 * QUEUE)
+            (window.sweeps_at_once() && window.queued() < 2 * QUEUE)
                 || (window.has_more() && self.handlers.get(&handler).is_some_and(|state| room(state, window) > 0))
         })
     }
@@ -335,6 +409,7 @@ impl Plan {
                 handler,
                 after,
                 limit: i32::try_from(limit).unwrap_or(i32::MAX),
+                looks: 0,
                 ordered: state.rules.ordered,
                 blocks: state.rules.blocks,
                 version: window.version(),
@@ -361,6 +436,8 @@ impl Plan {
             }
             self.hungry.insert(pair);
         }
+        let looks = i32::try_from(LOOKS / asks.len().max(1)).unwrap_or(i32::MAX);
+        asks.iter_mut().for_each(|ask| ask.looks = ask.limit.saturating_add(1).max(looks));
         asks
     }
 
@@ -389,6 +466,12 @@ impl Plan {
             };
             target.entry(pair).or_default().push(row);
         }
+        let mut cuts: HashMap<(i16, i32, bool), i64> = HashMap::new();
+        for (lane, handler, seq) in page.cuts {
+            let swept = bounds.get(&(lane, handler)).is_none_or(|after| seq <= *after);
+            let cut = cuts.entry((lane, handler, swept)).or_insert(seq);
+            *cut = seq.max(*cut);
+        }
         for ask in asks {
             let pair = (ask.lane, ask.handler);
             let (Some(window), Some(handler)) = (self.windows.get_mut(&pair), self.handlers.get_mut(&ask.handler))
@@ -409,10 +492,13 @@ impl Plan {
                     window.already_acked(row.id.seq);
                 }
             }
+            let full = rows.last().filter(|_| rows.len() >= limit).map(|row| row.id.seq);
+            let cut = cuts.get(&(ask.lane, ask.handler, ask.sweep)).copied();
+            let read_to = full.into_iter().chain(cut).min().unwrap_or(i64::MAX);
             if ask.sweep {
-                self.totals.swept += window.offer_swept(ask.version, limit, &rows) as u64;
-            } else if window.offer(ask.version, limit, &rows, self.settled) {
-                self.awaited.seen(pair, ask.after, &rows, rows.len() >= limit, page.ended_below, now);
+                self.totals.swept += window.offer_swept(ask.version, read_to, &rows) as u64;
+            } else if window.offer(ask.version, read_to, &rows, self.settled) {
+                self.awaited.seen(pair, ask.after, &rows, read_to, page.ended_below, now);
             }
             if window.queued() > 0 {
                 handler.ready.insert(ask.lane);
@@ -423,16 +509,22 @@ impl Plan {
 
     /// The next batch to send, if any handler may send one.
     pub(crate) fn next_batch(&mut self, now: Instant) -> Option<Batch> {
-        if self.strays > 0 {
+        let in_flight = self.batches();
+        if self.strays > 0 || self.suspects.need_rest(in_flight, now) {
             return None;
         }
         let ids: Vec<i32> = self.handlers.keys().copied().collect();
         ids.into_iter().find_map(|id| self.batch_of(id, now))
     }
 
+    fn batches(&self) -> usize {
+        self.handlers.values().map(|handler| handler.batches).sum()
+    }
+
     fn batch_of(&mut self, id: i32, now: Instant) -> Option<Batch> {
+        let in_flight = self.batches();
         let handler = self.handlers.get_mut(&id)?;
-        let most = match handler.breaker.permit(now) {
+        let mut most = match handler.breaker.permit(now) {
             Permit::Nothing => return None,
             Permit::One => 1,
             Permit::All => handler.rules.batch,
@@ -442,6 +534,7 @@ impl Plan {
         }
         let mut rows: Vec<Row> = Vec::new();
         let mut bytes = handler.rules.batch_bytes;
+        let mut recorded = false;
         let after: Vec<i16> = handler.ready.range(handler.cursor + 1..).copied().collect();
         let before: Vec<i16> = handler.ready.range(..=handler.cursor).copied().collect();
         for lane in after.into_iter().chain(before) {
@@ -455,6 +548,25 @@ impl Plan {
             }
             if bytes == 0 && !rows.is_empty() {
                 break;
+            }
+            if self.suspects.concern((lane, id), window.lowest()) {
+                if self.suspects.are_out(id) || (!rows.is_empty() && !recorded) {
+                    continue;
+                }
+                let mut gather = Gather { rows: &mut rows, most: &mut most, bytes: &mut bytes };
+                gather.suspects_of(window, &mut self.suspects, &mut self.pending, &handler.rules);
+                recorded = !rows.is_empty();
+                handler.cursor = lane;
+                if window.queued() == 0 {
+                    handler.ready.remove(&lane);
+                }
+                if rows.len() >= most {
+                    break;
+                }
+                continue;
+            }
+            if recorded {
+                continue;
             }
             let taken = window.take(most - rows.len(), bytes, handler.rules.keys);
             bytes = bytes.saturating_sub(taken.iter().map(|row| u64::from(row.size_bytes)).sum());
@@ -470,12 +582,23 @@ impl Plan {
         if rows.is_empty() {
             return None;
         }
+        if let ([row], true, 1..) = (rows.as_slice(), recorded, in_flight)
+            && self.suspects.is_alone(row.id)
+        {
+            self.suspects.wait(now);
+            if let Some(window) = self.windows.get_mut(&(row.id.lane, id)) {
+                window.released(row.id.seq);
+                handler.ready.insert(row.id.lane);
+            }
+            return None;
+        }
+        let record = recorded.then(|| self.suspects.sent(&rows, now));
         handler.batches += 1;
         let trial = handler.breaker.is_open();
         if trial {
             handler.breaker.trial_started();
         }
-        Some(Batch { handler: id, epoch: self.epoch, trial, rows })
+        Some(Batch { handler: id, epoch: self.epoch, trial, record, rows })
     }
 
     /// Takes a batch's answers, one per row in order; a missing one counts as not tried.
@@ -491,6 +614,11 @@ impl Plan {
         }
         let Some(handler) = self.handlers.get_mut(&batch.handler) else { return changes };
         handler.batches = handler.batches.saturating_sub(1);
+        if batch.record.is_some() {
+            let not_tried = answers.iter().all(|answer| matches!(answer, Answer::NotTried));
+            self.suspects.came_back(if not_tried { &[] } else { &batch.rows });
+            self.pending.cleared.extend(batch.rows.iter().map(|row| row.id));
+        }
         let mut reached = false;
         let mut unreachable = false;
         let mut answers = answers.into_iter();
@@ -512,13 +640,7 @@ impl Plan {
                 Answer::Outcome(Outcome::Refused(failure)) => {
                     reached = true;
                     self.totals.refused += 1;
-                    let attempts = u32::try_from(row.attempts).unwrap_or(0) + 1;
-                    match handler.rules.retry.delay(attempts, jitter) {
-                        Some(delay) => {
-                            self.pending.refused.push(Refusal { id: row.id, attempts: row.attempts, delay, failure })
-                        }
-                        None => self.pending.buried.push(Burial { id: row.id, outcome: "refused", failure }),
-                    }
+                    refuse(&mut self.pending, handler.rules.retry, row, failure, jitter);
                 }
                 // It waited behind another of its key: nobody asked the broker about it.
                 Answer::Outcome(Outcome::Unreachable(failure)) if failure.code == BEHIND => window.released(seq),
@@ -567,6 +689,7 @@ impl Plan {
         outcomes.acked.append(&mut self.pending.acked);
         outcomes.refused.append(&mut self.pending.refused);
         outcomes.buried.append(&mut self.pending.buried);
+        outcomes.cleared.append(&mut self.pending.cleared);
         self.pending = outcomes;
     }
 
@@ -577,6 +700,7 @@ impl Plan {
         if epoch != self.epoch {
             return;
         }
+        self.suspects.cleared(&outcomes.cleared);
         for id in &outcomes.acked {
             if let Some(window) = self.windows.get_mut(&(id.lane, id.handler)) {
                 window.completed(id.seq);
@@ -602,6 +726,11 @@ impl Plan {
                 self.hungry.insert(pair);
             }
         }
+    }
+
+    /// A sweep is under way.
+    pub(crate) fn is_sweeping(&self) -> bool {
+        self.windows.values().any(|window| window.sweep().is_some())
     }
 
     /// Nothing is queued, in flight or to be written.

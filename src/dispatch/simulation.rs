@@ -152,21 +152,25 @@ impl World {
     }
 
     fn read(&self, asks: &[Ask], now: Instant) -> Page {
-        let mut rows = Vec::new();
+        let (mut rows, mut cuts) = (Vec::new(), Vec::new());
         for ask in asks {
-            let found = self
-                .table
-                .range(ask.after + 1..)
-                .filter(|(seq, row)| row.due_at.is_none() && !self.hidden(**seq, row.key))
-                .take(usize::try_from(ask.limit).unwrap());
-            rows.extend(found.map(|(seq, row)| Row {
+            assert!(ask.looks > ask.limit);
+            // As few as the poll may look at, so that reads are cut often.
+            let limit = usize::try_from(ask.limit).unwrap();
+            let ordinary = self.table.range(ask.after + 1..).filter(|(_, row)| row.due_at.is_none());
+            let mut looked: Vec<(&i64, &Stored)> = ordinary.take(limit + 1).collect();
+            if looked.len() > limit {
+                cuts.extend(looked.pop().map(|(seq, _)| (LANE, HANDLER, *seq - 1)));
+            }
+            let seen = looked.into_iter().filter(|(seq, row)| !self.hidden(**seq, row.key));
+            rows.extend(seen.map(|(seq, row)| Row {
                 key: row.key,
                 attempts: row.attempts,
                 read_at: Some(now),
                 ..Row::plain(DeliveryId { lane: LANE, handler: HANDLER, seq: *seq })
             }));
         }
-        Page { rows, ended_below: self.ended_below() }
+        Page { rows, cuts, ended_below: self.ended_below() }
     }
 
     fn promote(&mut self) -> Vec<Promoted> {

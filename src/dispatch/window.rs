@@ -26,6 +26,8 @@ pub(crate) struct Window {
     just_completed: HashSet<i64>,
     /// Where a sweep goes on; `None` when none is under way.
     sweep: Option<i64>,
+    /// The sweep passes what is hidden behind held or dead deliveries: it may be long, and takes its time.
+    slow: bool,
     /// The last read ended at its limit: there is more.
     more: bool,
 }
@@ -57,6 +59,13 @@ impl Window {
         self.in_flight.is_empty() && self.completing.is_empty()
     }
 
+    /// Every seq below it was read and is settled, as far as it is not held.
+    pub(crate) fn lowest(&self) -> i64 {
+        let first =
+            self.queued.keys().next().into_iter().chain(self.in_flight.keys().next()).chain(self.completing.first());
+        first.copied().min().map_or(self.bound + 1, |seq| seq.min(self.bound + 1))
+    }
+
     pub(crate) fn queued(&self) -> usize {
         self.queued.len()
     }
@@ -74,27 +83,32 @@ impl Window {
     }
 
     pub(crate) fn start_sweep(&mut self) {
-        self.sweep.get_or_insert(0);
+        if self.sweep.is_none() {
+            self.sweep = Some(0);
+            self.slow = false;
+        }
+    }
+
+    /// Whether the next page of a sweep is worth a poll of its own.
+    pub(crate) fn sweeps_at_once(&self) -> bool {
+        self.sweep.is_some() && !self.slow
     }
 
     pub(crate) fn sweep(&self) -> Option<i64> {
         self.sweep
     }
 
-    /// Takes the rows of a read that began at the bound, and saw everything above it up to `limit` rows.
+    /// Takes the rows of a read that began at the bound, and saw everything above it up to `read_to`; `i64::MAX` when
+    /// there was no more.
     ///
     /// `settled`: no seq up to it can still appear. False when the read was asked at another `version`: a hold that
     /// began or ended meanwhile must be seen first, or its followers in `rows` would overtake it.
-    pub(crate) fn offer(&mut self, version: u64, limit: usize, rows: &[Row], settled: i64) -> bool {
+    pub(crate) fn offer(&mut self, version: u64, read_to: i64, rows: &[Row], settled: i64) -> bool {
         if version != self.version {
             self.more = true;
             return false;
         }
-        self.more = rows.len() >= limit;
-        let read_to = match rows.last() {
-            Some(last) if self.more => last.id.seq,
-            _ => i64::MAX,
-        };
+        self.more = read_to < i64::MAX;
         for row in rows {
             self.add(*row);
         }
@@ -102,17 +116,15 @@ impl Window {
         true
     }
 
-    /// Takes the rows of one page of a sweep; returns how many had been missed.
-    pub(crate) fn offer_swept(&mut self, version: u64, limit: usize, rows: &[Row]) -> usize {
+    /// Takes the rows of one page of a sweep, which saw everything up to `read_to`; returns how many had been missed.
+    pub(crate) fn offer_swept(&mut self, version: u64, read_to: i64, rows: &[Row]) -> usize {
         if version != self.version {
             return 0;
         }
         let bound = self.bound;
         let missed = rows.iter().filter(|row| row.id.seq <= bound && self.add(**row)).count();
-        self.sweep = match rows.last() {
-            Some(last) if rows.len() >= limit && last.id.seq < self.bound => Some(last.id.seq),
-            _ => None,
-        };
+        self.sweep = (read_to < self.bound).then_some(read_to);
+        self.slow = missed == 0 && rows.last().is_none_or(|last| last.id.seq < read_to);
         missed
     }
 
@@ -246,6 +258,9 @@ mod tests {
     use super::*;
     use crate::delivery::DeliveryId;
 
+    /// A read that was not cut.
+    const ALL: i64 = i64::MAX;
+
     fn row(seq: i64, key: Option<i64>) -> Row {
         Row { key, size_bytes: 10, ..Row::plain(DeliveryId { lane: 0, handler: 1, seq }) }
     }
@@ -256,7 +271,7 @@ mod tests {
 
     fn window(rows: &[Row]) -> Window {
         let mut window = Window::default();
-        assert!(window.offer(0, 100, rows, i64::MAX));
+        assert!(window.offer(0, ALL, rows, i64::MAX));
         window
     }
 
@@ -295,7 +310,7 @@ mod tests {
         w.held(1);
         assert_eq!(seqs(&w.take(10, 1000, KeyWindow::One)), [2]);
         assert_eq!(w.bound(), 0);
-        assert!(w.offer(w.version(), 100, &[row(1, Some(7)), row(2, Some(8)), row(3, Some(7))], i64::MAX));
+        assert!(w.offer(w.version(), ALL, &[row(1, Some(7)), row(2, Some(8)), row(3, Some(7))], i64::MAX));
         assert_eq!(seqs(&w.take(10, 1000, KeyWindow::One)), [1]);
     }
 
@@ -305,7 +320,7 @@ mod tests {
         let mut w = window(&[]);
         let version = w.version();
         w.rewind(5);
-        assert!(!w.offer(version, 100, &[row(9, Some(7))], i64::MAX));
+        assert!(!w.offer(version, ALL, &[row(9, Some(7))], i64::MAX));
         assert_eq!(w.queued(), 0);
         assert!(w.has_more());
     }
@@ -318,17 +333,17 @@ mod tests {
         w.take(1, 1000, KeyWindow::One);
         let version = w.version();
         w.held(1);
-        assert!(!w.offer(version, 100, &[row(2, Some(7))], i64::MAX));
+        assert!(!w.offer(version, ALL, &[row(2, Some(7))], i64::MAX));
         assert_eq!(w.queued(), 0);
     }
 
     #[test]
     fn the_bound_stays_below_what_an_open_transaction_may_commit() {
         let mut w = Window::default();
-        assert!(w.offer(0, 100, &[row(1, None), row(9, None)], 4));
+        assert!(w.offer(0, ALL, &[row(1, None), row(9, None)], 4));
         assert_eq!(w.bound(), 4);
         assert_eq!(w.limit(10), 11, "9 is here already and will be read again");
-        assert!(w.offer(0, 11, &[row(6, None), row(9, None)], 20));
+        assert!(w.offer(0, ALL, &[row(6, None), row(9, None)], 20));
         assert_eq!(w.bound(), 20);
         assert_eq!(seqs(&w.take(10, 1000, KeyWindow::One)), [1, 6, 9]);
     }
@@ -343,10 +358,10 @@ mod tests {
     #[test]
     fn an_acknowledged_row_is_not_taken_again_while_it_is_still_in_the_table() {
         let mut w = Window::default();
-        assert!(w.offer(0, 100, &[row(1, Some(7))], 0));
+        assert!(w.offer(0, ALL, &[row(1, Some(7))], 0));
         w.take(1, 100, KeyWindow::One);
         w.acked(1);
-        assert!(w.offer(0, 100, &[row(1, Some(7))], 0));
+        assert!(w.offer(0, ALL, &[row(1, Some(7))], 0));
         assert!(w.take(1, 100, KeyWindow::One).is_empty());
         w.completed(1);
         assert!(w.is_idle());
@@ -359,22 +374,22 @@ mod tests {
         w.asked();
         w.acked(1);
         w.completed(1);
-        assert!(w.offer(w.version(), 100, &[row(1, Some(7))], 0));
+        assert!(w.offer(w.version(), ALL, &[row(1, Some(7))], 0));
         assert_eq!(w.queued(), 0);
         w.asked();
-        assert!(w.offer(w.version(), 100, &[row(1, Some(7))], 0), "an id that comes back, e.g. by requeue");
+        assert!(w.offer(w.version(), ALL, &[row(1, Some(7))], 0), "an id that comes back, e.g. by requeue");
         assert_eq!(w.queued(), 1);
     }
 
     #[test]
     fn a_sweep_finds_what_the_bound_passed_and_ends_at_the_bound() {
         let mut w = Window::default();
-        assert!(w.offer(0, 100, &[row(5, None)], 10));
+        assert!(w.offer(0, ALL, &[row(5, None)], 10));
         w.start_sweep();
         assert_eq!(w.sweep(), Some(0));
-        assert_eq!(w.offer_swept(0, 2, &[row(3, None), row(5, None)]), 1);
+        assert_eq!(w.offer_swept(0, 5, &[row(3, None), row(5, None)]), 1);
         assert_eq!(w.sweep(), Some(5));
-        assert_eq!(w.offer_swept(0, 2, &[]), 0);
+        assert_eq!(w.offer_swept(0, ALL, &[]), 0);
         assert_eq!(w.sweep(), None);
         assert_eq!(seqs(&w.take(10, 1000, KeyWindow::One)), [3, 5]);
     }
@@ -384,5 +399,28 @@ mod tests {
         let mut w = window(&[row(1, Some(1)), row(2, Some(2)), row(3, Some(3))]);
         assert_eq!(seqs(&w.take(10, 5, KeyWindow::One)), [1]);
         assert_eq!(seqs(&w.take(10, 20, KeyWindow::One)), [2, 3]);
+    }
+
+    #[test]
+    fn a_read_that_saw_only_hidden_ones_moves_the_bound_past_them() {
+        let mut w = Window::default();
+        assert!(w.offer(0, 700, &[], i64::MAX));
+        assert_eq!((w.bound(), w.has_more()), (700, true));
+    }
+
+    #[test]
+    fn a_sweep_of_hidden_ones_goes_on_but_not_at_once() {
+        let mut w = Window::default();
+        assert!(w.offer(0, ALL, &[], 900));
+        w.start_sweep();
+        assert!(w.sweeps_at_once());
+        assert_eq!(w.offer_swept(0, 700, &[]), 0);
+        assert_eq!((w.sweep(), w.sweeps_at_once()), (Some(700), false));
+        assert_eq!(w.offer_swept(0, 800, &[row(750, None)]), 1);
+        assert!(w.sweeps_at_once(), "where one was missed there may be more");
+        w.start_sweep();
+        assert_eq!(w.sweep(), Some(800), "it goes on where it is");
+        assert_eq!(w.offer_swept(0, 900, &[]), 0);
+        assert_eq!(w.sweep(), None);
     }
 }

@@ -17,6 +17,7 @@ use tokio_util::sync::CancellationToken;
 use share::{Moves, Peer, Watch, share, surplus};
 
 use crate::db::{Client, Connector, Names, Session};
+use crate::delivery::DeliveryId;
 use crate::error::{Error, Result};
 
 /// Between two proofs that the locks are held.
@@ -35,6 +36,10 @@ const REGISTER: &str = "select {schema}.{p}register_bridge($1, $2, $3)";
 const LOCK: &str = "select * from {schema}.{p}lock_lanes($1, $2)";
 /// $1 epoch, $2 lanes.
 const TAKE: &str = "select {schema}.{p}take_lanes($1, $2)";
+/// $1 epoch, $2 lanes; before `TAKE`.
+const LEFT_BEHIND: &str = "select {schema}.{p}left_behind($1, $2)";
+/// $1 lanes.
+const SUSPECTS: &str = "select lane, handler, seq, attempts, together from {schema}.{p}suspects($1)";
 /// $1 epoch, $2 lanes; then, committed, $1 lanes.
 const RELEASE: &str = "select {schema}.{p}release_lanes($1, $2)";
 const UNLOCK: &str = "select {schema}.{p}unlock_lanes($1)";
@@ -52,6 +57,7 @@ pub(crate) enum Ownership {
     Gained {
         epoch: i64,
         lanes: Vec<i16>,
+        left: LeftBehind,
     },
     /// Every event with a seq up to `last_seq` belongs to a transaction below `xid`.
     Mark {
@@ -68,6 +74,26 @@ pub(crate) enum Ownership {
     NoneFree {
         owners: Vec<String>,
     },
+}
+
+/// What a dead owner left of lanes that are ours now (D9).
+#[derive(Clone, Debug, Default)]
+pub(crate) struct LeftBehind {
+    pub lanes: Vec<i16>,
+    /// It can have sent nothing above.
+    pub last_seq: i64,
+    /// What was sent under record and not settled, in `lanes` and in others that were gained.
+    pub records: Vec<Record>,
+}
+
+/// A delivery that was sent under record and is not settled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Record {
+    pub id: DeliveryId,
+    /// Its attempts when it was sent.
+    pub attempts: i16,
+    /// How many were sent together.
+    pub together: usize,
 }
 
 /// Who this process is.
@@ -144,11 +170,11 @@ async fn term(setup: &mut Setup, stop: &CancellationToken) -> Result<()> {
             _ = ticks.tick() => {}
         }
         let peers = term.peers().await?;
-        let gained = term.take(&peers).await?;
-        term.beat(&setup.tell).await?;
+        let (gained, mut left) = term.take(&peers, &setup.names).await?;
+        left.last_seq = term.beat(&setup.tell).await?;
         let mut news = Vec::new();
         if !gained.is_empty() {
-            news.push(Ownership::Gained { epoch: term.epoch, lanes: gained });
+            news.push(Ownership::Gained { epoch: term.epoch, lanes: gained, left });
         }
         if first_round && term.held.is_empty() {
             let owners: Vec<String> = peers.names;
@@ -249,10 +275,11 @@ impl Term {
     }
 
     /// Takes free lanes up to our share; those of a bridge that is gone are fenced before they are ours.
-    async fn take(&mut self, peers: &Peers) -> Result<Vec<i16>> {
+    async fn take(&mut self, peers: &Peers, names: &Names) -> Result<(Vec<i16>, LeftBehind)> {
+        let mut left = LeftBehind::default();
         let most = share(self.epoch, &peers.all).saturating_sub(self.held.len());
         if most == 0 {
-            return Ok(Vec::new());
+            return Ok((Vec::new(), left));
         }
         let mut wanted: Vec<i16> = (0..=LAST_LANE).filter(|lane| !self.held.contains(lane)).collect();
         // In another order at every bridge, so that two that look for lanes at once do not try the same ones.
@@ -264,15 +291,20 @@ impl Term {
             gained.push(one::<i16>(row)?);
         }
         if !gained.is_empty() {
+            let behind = names.render(LEFT_BEHIND);
+            left.lanes = one(self.session.query_one(&behind, &[&self.epoch, &gained]).await?)?;
             let fenced: Vec<i64> = one(self.session.query_one(&self.take, &[&self.epoch, &gained]).await?)?;
             if !fenced.is_empty() {
                 tracing::info!(epoch = self.epoch, fenced = ?fenced, lanes = gained.len(), "took over lanes of a bridge that left without saying so");
+            }
+            for row in self.session.query(&names.render(SUSPECTS), &[&gained]).await? {
+                left.records.push(record(&row)?);
             }
             self.held.extend(&gained);
             self.moves.gained(&gained, Instant::now().into_std());
             tracing::info!(epoch = self.epoch, lanes = self.held.len(), "own lanes");
         }
-        Ok(gained)
+        Ok((gained, left))
     }
 
     /// Lanes that others lack, to be drained.
@@ -323,8 +355,8 @@ impl Term {
 }
 
 impl Term {
-    /// One proof that the locks are still this session's.
-    async fn beat(&self, tell: &mpsc::Sender<Ownership>) -> Result<()> {
+    /// One proof that the locks are still this session's; the last seq that was given to an event.
+    async fn beat(&self, tell: &mpsc::Sender<Ownership>) -> Result<i64> {
         let (epoch, held) = (self.epoch, self.held.len());
         let row = tokio::time::timeout(LIVENESS, self.session.query_one(&self.heartbeat, &[&epoch]))
             .await
@@ -339,12 +371,27 @@ impl Term {
             return Err(Error::transient(format!("the session holds {locks} lane locks of {held}"))
                 .hint("something ran DISCARD ALL or pg_advisory_unlock_all on it, or a pooler is in between"));
         }
-        let mark = Ownership::Mark { last_seq: row.try_get(2).map_err(broken)?, xid: row.try_get(3).map_err(broken)? };
+        let last_seq = row.try_get(2).map_err(broken)?;
+        let mark = Ownership::Mark { last_seq, xid: row.try_get(3).map_err(broken)? };
         if tell.send(mark).await.is_err() {
             tracing::debug!("nobody listens to marks any more");
         }
-        Ok(())
+        Ok(last_seq)
     }
+}
+
+fn record(row: &tokio_postgres::Row) -> Result<Record> {
+    let broken = |source| Error::new("read what was sent under record").source_is(source);
+    let together: i32 = row.try_get(4).map_err(broken)?;
+    Ok(Record {
+        id: DeliveryId {
+            lane: row.try_get(0).map_err(broken)?,
+            handler: row.try_get(1).map_err(broken)?,
+            seq: row.try_get(2).map_err(broken)?,
+        },
+        attempts: row.try_get(3).map_err(broken)?,
+        together: usize::try_from(together).unwrap_or(1),
+    })
 }
 
 fn one<T: for<'a> tokio_postgres::types::FromSql<'a>>(row: tokio_postgres::Row) -> Result<T> {

@@ -30,6 +30,8 @@ pub(crate) struct Ask {
     pub handler: i32,
     pub after: i64,
     pub limit: i32,
+    /// Rows looked at, hidden ones among them; more than `limit`, since the last is only looked at.
+    pub looks: i32,
     /// Whether order holds per key: hides what waits behind a held delivery of its key.
     pub ordered: bool,
     /// Whether a dead delivery hides what waits behind it.
@@ -87,6 +89,8 @@ impl Row {
 pub(crate) struct Page {
     /// By ask in the order of the asks, then by seq.
     pub rows: Vec<Row>,
+    /// Where reads ended that had looked at as many rows as they may: lane, handler, and the last seq that was judged.
+    pub cuts: Vec<(i16, i32, i64)>,
     /// All transactions below this number had ended.
     pub ended_below: i64,
 }

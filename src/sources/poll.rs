@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use tokio_postgres::Statement;
+use tokio_postgres::types::ToSql;
 
 use super::{Ask, Page, Row};
 use crate::db::{Client, Names, deliveries};
@@ -48,20 +49,26 @@ impl Poller {
         let limits: Vec<i32> = asks.iter().map(|ask| ask.limit).collect();
         let ordered: Vec<bool> = asks.iter().map(|ask| ask.ordered).collect();
         let blocks: Vec<bool> = asks.iter().map(|ask| ask.blocks).collect();
+        let looks: Vec<i32> = asks.iter().map(|ask| ask.looks).collect();
         // Before it is asked: what it sees is no older.
         let read_at = Instant::now();
-        let found =
-            self.client.query(&self.poll, &[&lanes, &handlers, &after, &limits, &ordered, &blocks, &epoch]).await?;
+        let values: [&(dyn ToSql + Sync); 8] = [&lanes, &handlers, &after, &limits, &ordered, &blocks, &epoch, &looks];
+        let found = self.client.query(&self.poll, &values).await?;
         let first = found.first().ok_or_else(|| Error::new("poll: the server answered no row; one is always sent"))?;
         let ended_below = get(first, 0)?;
         if !get::<bool>(first, 2)? {
             return Err(Error::transient(format!("epoch {epoch} is fenced: nothing is read for it")));
         }
-        let mut rows = Vec::with_capacity(found.len());
+        let (mut rows, mut cuts) = (Vec::with_capacity(found.len()), Vec::new());
         for row in &found {
             let Some(seq) = get::<Option<i64>>(row, 5)? else { continue };
+            let id = DeliveryId { lane: get(row, 3)?, handler: get(row, 4)?, seq };
+            if get(row, 11)? {
+                cuts.push((id.lane, id.handler, seq - 1));
+                continue;
+            }
             rows.push(Row {
-                id: DeliveryId { lane: get(row, 3)?, handler: get(row, 4)?, seq },
+                id,
                 key: get(row, 6)?,
                 size_bytes: u32::try_from(get::<i32>(row, 7)?).unwrap_or(0),
                 created_at: get(row, 8)?,
@@ -71,7 +78,7 @@ impl Poller {
                 written: u64::try_from(get::<i64>(row, 1)?).unwrap_or(u64::MAX),
             });
         }
-        Ok(Page { rows, ended_below })
+        Ok(Page { rows, cuts, ended_below })
     }
 
     /// Makes due deliveries of `lanes` ordinary again, at most `limit` at a time.

@@ -43,7 +43,7 @@ async fn sessions_that_end_at_random_lose_and_reorder_nothing() {
     };
     tokio::join!(publish(database, load, Arc::clone(&committed)), ending);
     assert!(ended > 20, "{ended} sessions were ended: {}", setup.log());
-    drained(client, Duration::from_secs(60)).await;
+    drained(client, Duration::from_secs(180)).await;
     assert!(bridge.terminate().await.success(), "{}", setup.log());
     for destination in destinations {
         // Each end may repeat what was acknowledged and not deleted; far less than a window each in practice.
@@ -75,7 +75,7 @@ async fn two_bridges_that_are_killed_in_turn_lose_and_reorder_nothing() {
         bridges
     };
     let (_, bridges) = tokio::join!(publish(database, load, Arc::clone(&committed)), killing);
-    drained(client, Duration::from_secs(60)).await;
+    drained(client, Duration::from_secs(180)).await;
     // One of them may have been started a moment ago; before it listens for signals, a SIGTERM just ends it.
     eventually("both bridges run", Duration::from_secs(20), || async {
         let sql = "select count(*) from lanebridge.bridges where fenced_at is null";

@@ -6,12 +6,14 @@
 mod bridge;
 mod chaos;
 mod consumers;
+mod crashes;
 mod drain;
 mod durability;
 mod ledger;
 mod logins;
 mod memory;
 mod notify;
+mod operate;
 mod order;
 mod outage;
 mod ownership;

@@ -168,3 +168,45 @@ async fn thousands_that_are_due_at_once_do_not_wait_for_polls() {
     assert!(bridge.terminate().await.success());
     stage.end().await;
 }
+
+/// H87: hundreds of thousands wait behind one dead head. The reads that pass them are cut, so that each is short; one that
+/// looked at all of them at once would not end within the statement timeout, and no other key would ever go.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_waits_behind_one_head_keeps_no_other_key_waiting() {
+    let stage =
+        Stage::with([Destination::redis()], |setup| setup.with("[bridge]", "statement_timeout = \"1s\"\n[bridge]"))
+            .await;
+    let Stage { client, destinations, setup, .. } = &stage;
+    let bridge = setup.start();
+    client.batch_execute("select lanebridge.publish('order.x', 'p', 'k', id => 'first')").await.unwrap();
+    drained(client, SOON).await;
+    let lane = "(hashtextextended('k', 0) & 255)::smallint";
+    let (key, handler) = ("hashtextextended('k', 0)", "(select id from lanebridge.handlers)");
+    let followers = 800_000;
+    let blocked = format!(
+        "insert into lanebridge.dead (lane, handler, seq, created_at, key_hash, size_bytes, attempts, generation, code, error)
+         values ({lane}, {handler}, nextval('lanebridge.events_seq'), now(), {key}, 1, 1, 0, 'REFUSED', 'no');
+         insert into lanebridge.deliveries (lane, handler, seq, created_at, key_hash, size_bytes)
+         select {lane}, {handler}, nextval('lanebridge.events_seq'), now(), {key}, 1 from generate_series(1, {followers});
+         analyze lanebridge.deliveries"
+    );
+    client.batch_execute(&blocked).await.unwrap();
+    let other = "select 'other-' || n from generate_series(1, 10000) n
+                  where (hashtextextended('other-' || n, 0) & 255)::smallint = (hashtextextended('k', 0) & 255)::smallint limit 5";
+    let others: Vec<String> = client.query(other, &[]).await.unwrap().iter().map(|row| row.get(0)).collect();
+    for key in &others {
+        client.execute("select lanebridge.publish('order.x', 'p', $1::text, id => $1::text)", &[key]).await.unwrap();
+        let left = format!(
+            "select count(*) from lanebridge.deliveries where key_hash <> {key_hash}",
+            key_hash = "hashtextextended('k', 0)"
+        );
+        eventually("the other key's is delivered", Duration::from_secs(60), || async {
+            client.query_one(&left, &[]).await.unwrap().get::<_, i64>(0) == 0
+        })
+        .await;
+    }
+    assert_eq!(ids(&destinations[0]).await.len(), 6);
+    assert!(!setup.log().contains("failed"), "{}", setup.log());
+    assert!(bridge.terminate().await.success(), "{}", setup.log());
+    stage.end().await;
+}

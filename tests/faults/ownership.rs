@@ -32,8 +32,11 @@ async fn a_standby_takes_over_from_a_killed_owner() {
     })
     .await;
     first.kill();
-    eventually("the second owns every lane", SOON, || async { owned().await.0 == 256 && owned().await.2 > epoch })
-        .await;
+    eventually("the second owns every lane", SOON, || async {
+        let (lanes, owners, newest) = owned().await;
+        (lanes, owners) == (256, 1) && newest > epoch
+    })
+    .await;
     let fenced: bool = client
         .query_one("select fenced_at is not null from lanebridge.bridges where epoch = $1", &[&epoch])
         .await

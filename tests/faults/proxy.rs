@@ -10,6 +10,7 @@ use tokio::sync::watch;
 pub struct Proxy {
     pub address: SocketAddr,
     seen: watch::Receiver<bool>,
+    tell: watch::Sender<bool>,
     release: watch::Sender<bool>,
     task: tokio::task::JoinHandle<()>,
 }
@@ -31,17 +32,23 @@ impl Proxy {
         let (tell, seen) = watch::channel(false);
         let (release, released) = watch::channel(false);
         let marker = marker.as_bytes().to_vec();
+        let told = tell.clone();
         let task = tokio::spawn(async move {
             while let Ok((client, _)) = listener.accept().await {
-                tokio::spawn(pass(client, target.clone(), marker.clone(), tell.clone(), released.clone()));
+                tokio::spawn(pass(client, target.clone(), marker.clone(), told.clone(), released.clone()));
             }
         });
-        Self { address, seen, release, task }
+        Self { address, seen, tell, release, task }
     }
 
     /// Passes on what was held, and everything after it.
     pub fn release(&self) {
         self.release.send_replace(true);
+    }
+
+    /// Waits for the marker anew; what is held stays so.
+    pub fn rearm(&self) {
+        self.tell.send_replace(false);
     }
 
     /// Returns as soon as the marker was seen.

@@ -122,7 +122,10 @@ async fn the_log_of_others_is_confirmed_too() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_that_spills_too_much_is_given_up_for_a_while() {
     let stage = Stage::with([Destination::redis()], |setup| {
-        watchful(setup).with("[http]", "max_spill = \"1MiB\"\nmax_retained = \"1GiB\"\n[http]")
+        // Canaries wait behind the load while it is decoded; they are not to decide here.
+        watchful(setup)
+            .with("\"200ms\"", "\"2s\"")
+            .with("[http]", "max_spill = \"1MiB\"\nmax_retained = \"1GiB\"\n[http]")
     })
     .await;
     let Stage { client, database, setup, destinations, .. } = &stage;

@@ -10,6 +10,7 @@ mod fencing;
 mod grants;
 mod identity;
 mod key_order;
+mod operate;
 mod partitions;
 mod publisher;
 mod publishing;
