@@ -357,6 +357,23 @@ async fn a_delivery_without_its_event_is_dead_and_stops_no_other() {
     for row in dead {
         assert!(row["state"] == "dead" && row["last_error"].as_str().unwrap().starts_with("EVENT_MISSING"), "{row}");
     }
+    let unreadable = || {
+        let rows: Value = serde_json::from_slice(&it.run(&["doctor", "--json"]).stdout).unwrap();
+        rows.as_array()
+            .unwrap()
+            .iter()
+            .find(|row| row["what"] == "deliveries")
+            .map(|row| row["fix"].as_str().unwrap().to_owned())
+    };
+    assert_eq!(unreadable(), None);
+    for row in ["7, 77, 5", "255, 0, 5", "0, 1, 0"] {
+        let insert = format!(
+            "insert into lanebridge.deliveries (lane, handler, seq, created_at, size_bytes) values ({row}, now(), 1)"
+        );
+        sql(&it.url(), &insert).await;
+        sql(&it.url(), &unreadable().unwrap()).await;
+        assert_eq!(unreadable(), None, "{row}");
+    }
     it.drop().await;
 }
 

@@ -144,6 +144,13 @@ async fn examine(client: &Client, names: &Names, config: &Config, report: &mut R
             report.add("routing", "weak", format!("{unrouted} events or more went to no handler"), fix);
         }
     }
+    if cell(&client.query_one(&names.render(operate::UNREADABLE), &[]).await?, 0)? {
+        let detail = "some were made by hand, for no handler that exists or with a seq below 1: no bridge reads them";
+        let fix = names.render(
+            "delete from {schema}.{p}deliveries d where d.seq < 1 or not exists (select from {schema}.{p}handlers h where h.id = d.handler);",
+        );
+        report.add("deliveries", "problem", detail, fix);
+    }
     for row in client.query(&names.render(operate::STRANGERS), &[]).await? {
         let (pid, user, application): (i32, String, String) = (cell(&row, 0)?, cell(&row, 1)?, cell(&row, 2)?);
         let detail =

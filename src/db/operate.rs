@@ -152,6 +152,19 @@ pub(crate) const FOREIGN_OWNER: &str = "
 select pg_get_userbyid(c.relowner)::text
   from pg_class c where c.oid = '{schema}.{p}events'::regclass and not pg_has_role(c.relowner, 'USAGE')";
 
+/// Whether there are deliveries that no bridge reads: of a handler that does not exist, or with a seq that no event gets.
+/// Only rows made by hand are. By the gaps between handlers, lane by lane, so that no backlog is read.
+pub(crate) const UNREADABLE: &str = "
+with gaps as (
+    select lag(k.id, 1, -1) over (order by k.id) as above, k.id as below
+      from (select h.id from {schema}.{p}handlers h union all select 2147483647) k)
+select exists (select from generate_series(0, 255) n cross join gaps g
+                cross join lateral (select from {schema}.{p}deliveries d
+                                     where d.lane = n::smallint and d.handler > g.above and d.handler < g.below limit 1) x)
+    or exists (select from generate_series(0, 255) n cross join {schema}.{p}handlers h
+                cross join lateral (select from {schema}.{p}deliveries d
+                                     where d.lane = n::smallint and d.handler = h.id and d.seq < 1 limit 1) x)";
+
 /// Sessions that hold locks of our lanes and are no registered bridge.
 pub(crate) const STRANGERS: &str = "
 select a.pid, coalesce(a.usename, ''), coalesce(a.application_name, ''), count(*)
