@@ -22,6 +22,8 @@ pub struct Received {
     pub key: Option<String>,
     pub seq: i64,
     pub payload: Vec<u8>,
+    /// Topic and partition, subject, or stream.
+    pub place: String,
 }
 
 /// A place at a broker of its own, and the handler that fills it.
@@ -162,6 +164,7 @@ fn read_kafka(topic: &str, partitions: i32) -> Vec<Received> {
                 key: message.key().map(|key| String::from_utf8_lossy(key).into_owned()),
                 seq: headers["ce_sequence"].parse().unwrap(),
                 payload: message.payload().unwrap_or_default().to_vec(),
+                place: format!("{topic}/{partition}"),
             });
         }
     }
@@ -186,6 +189,7 @@ async fn read_nats(subject: &str) -> Vec<Received> {
             key: header("ce-partitionkey"),
             seq: header("ce-sequence").unwrap().parse().unwrap(),
             payload: message.payload.to_vec(),
+            place: message.subject.to_string(),
         });
     }
     all
@@ -215,6 +219,7 @@ async fn read_redis(stream: &str) -> Vec<Received> {
                 key: text("ce_partitionkey"),
                 seq: text("ce_sequence").unwrap().parse().unwrap(),
                 payload: fields["data"].clone(),
+                place: stream.to_owned(),
             });
         }
     }

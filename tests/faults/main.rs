@@ -3,13 +3,16 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed test ends with the line that failed")]
 
+mod arena;
 mod bridge;
 mod chaos;
 mod consumers;
 mod drain;
 mod durability;
+mod injuries;
 mod ledger;
 mod logins;
+mod matrix;
 mod memory;
 mod notify;
 mod order;
@@ -18,6 +21,7 @@ mod ownership;
 mod partitions;
 mod proxy;
 mod publishers;
+mod reliability;
 mod server;
 mod services;
 mod sharing;
@@ -27,3 +31,4 @@ mod wal;
 mod wal_costs;
 mod wal_ledger;
 mod wal_refusals;
+mod wire;
