@@ -10,12 +10,14 @@ use crate::consumers::Destination;
 use crate::publishers::TRUTH;
 use crate::services::{Database, address};
 use crate::wal::watchful;
-use crate::wire::Wire;
+use crate::wire::{Mode, Wire};
 
 /// A peer takes a frozen bridge's lanes after this; short, so that a round of freezes does not take an hour.
 pub const FROZEN_AFTER: &str = "5s";
 /// How often a question is asked while something is awaited: what is measured is exact to this.
 const ASK_EVERY: Duration = Duration::from_millis(20);
+/// A broker is a little away: on loopback alone hardly anything is ever in flight when a fault comes.
+const AWAY: Mode = Mode::Slow { latency: Duration::from_millis(10), bytes_per_second: 10_000_000 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
@@ -51,10 +53,10 @@ pub struct Place {
 impl Place {
     async fn new(number: usize, database: &Database, destination: &Destination, source: Source) -> Self {
         let (server, broker) = (host_and_port(&database.url()), destination.address());
-        let to_database = Wire::to(&server).await;
+        let to_database = Wire::to(&server, Mode::Pass).await;
         let to_broker = match destination {
-            Destination::Kafka { .. } => Wire::to_kafka(&broker).await,
-            Destination::Nats { .. } | Destination::Redis { .. } => Wire::to(&broker).await,
+            Destination::Kafka { .. } => Wire::to_kafka(&broker, AWAY).await,
+            Destination::Nats { .. } | Destination::Redis { .. } => Wire::to(&broker, AWAY).await,
         };
         let name = format!("bridge-{number}");
         // Where nothing streams, publishers notify, so that there is a LISTEN session to end as well.

@@ -76,9 +76,9 @@ impl Fault {
             Self::KillAll => "`kill -9` of every bridge at once, started again",
             Self::Terminate => "SIGTERM under load: it drains, exits 0 and is started again",
             Self::Freeze => "SIGSTOP for 1-12 s, then SIGCONT",
-            Self::DatabaseGone => "bridge and Postgres parted for 0.5-8 s: nothing passes, nothing is closed",
+            Self::DatabaseGone => "bridge and Postgres parted for 0.5-10 s: nothing passes, nothing is closed",
             Self::BrokerGone => "bridge and broker parted for 0.5-8 s",
-            Self::AnswersHeld => "requests reach the broker or Postgres for 0.5-6 s, answers do not come back",
+            Self::AnswersHeld => "requests reach the broker or Postgres for 0.5-6 s, answers come late or never",
             Self::Reset => "connections reset after a random byte of a request",
             Self::Slow => "200 ms of latency for each piece and 10 kB/s, for 1-4 s",
             Self::SessionsEnded => "`pg_terminate_backend` of a lock, poll, confirm, complete, wal or listen session",
@@ -130,7 +130,7 @@ impl Arena {
             Fault::KillAll => self.kill_all(rng).await,
             Fault::Terminate => self.stop_one(place).await,
             Fault::Freeze => self.freeze(place, rng).await,
-            Fault::DatabaseGone => self.part(|place| &place.to_database, Mode::Hold, 500..8_000, rng).await,
+            Fault::DatabaseGone => self.part(|place| &place.to_database, Mode::Hold, 500..10_000, rng).await,
             Fault::BrokerGone => self.part(|place| &place.to_broker, Mode::Hold, 500..8_000, rng).await,
             Fault::AnswersHeld => self.part(mostly_broker(rng), Mode::HoldAnswers, 500..6_000, rng).await,
             Fault::BrokerAway => self.part(|place| &place.to_broker, Mode::Refuse, 200..4_000, rng).await,
@@ -230,8 +230,13 @@ impl Arena {
             wire.set(mode);
         }
         pause(millis, rng).await;
+        // The answers that were held may come late, or never.
+        let never = mode == Mode::HoldAnswers && rng.random_bool(0.5);
         for wire in &hurt {
-            wire.set(Mode::Pass);
+            if never {
+                wire.cut();
+            }
+            wire.heal();
         }
         Injury::default()
     }

@@ -112,6 +112,11 @@ async fn run(cell: Cell, seed: u64, times: usize) -> Outcome {
     let hurting = async {
         for n in 1..=times {
             pause(100..1_200, &mut rng).await;
+            if rng.random_bool(0.5) {
+                // When something is under way, which at a random moment it mostly is not.
+                let busy = rng.random_range(1..60);
+                within(Duration::from_secs(2), || async { deliveries_left(&arena.client).await > busy }).await;
+            }
             let injury = arena.injure(cell.fault, cell.source, &mut rng).await;
             takeover.extend(injury.takeover);
             broken.extend(injury.broken);

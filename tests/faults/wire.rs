@@ -51,6 +51,7 @@ impl Mode {
 /// Listens on a port of its own; ends with the test.
 pub struct Wire {
     port: u16,
+    rest: Mode,
     inner: Arc<Inner>,
     task: tokio::task::JoinHandle<()>,
 }
@@ -67,13 +68,13 @@ struct Inner {
 }
 
 impl Wire {
-    /// To `target` (`host:port`).
-    pub async fn to(target: &str) -> Self {
-        Self::start(target, |_| None).await
+    /// To `target` (`host:port`), which is `rest` away when nothing is wrong.
+    pub async fn to(target: &str, rest: Mode) -> Self {
+        Self::start(target, rest, |_| None).await
     }
 
     /// To a Kafka broker, which tells its clients where to connect: its metadata says host and port.
-    pub async fn to_kafka(target: &str) -> Self {
+    pub async fn to_kafka(target: &str, rest: Mode) -> Self {
         let (host, port) = target.rsplit_once(':').unwrap();
         let address = |port: u16| {
             // A string, and its port as an INT32 behind it.
@@ -81,16 +82,16 @@ impl Wire {
             bytes.extend(i32::from(port).to_be_bytes());
             bytes
         };
-        Self::start(target, |own| Some((address(port.parse().unwrap()), address(own)))).await
+        Self::start(target, rest, |own| Some((address(port.parse().unwrap()), address(own)))).await
     }
 
-    async fn start(target: &str, rewrite: impl FnOnce(u16) -> Option<(Vec<u8>, Vec<u8>)>) -> Self {
+    async fn start(target: &str, rest: Mode, rewrite: impl FnOnce(u16) -> Option<(Vec<u8>, Vec<u8>)>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
         let inner = Arc::new(Inner {
             target: target.to_owned(),
             rewrite: rewrite(port),
-            mode: watch::Sender::new(Mode::Pass),
+            mode: watch::Sender::new(rest),
             cuts: watch::Sender::new(0),
             left: AtomicI64::new(NEVER),
         });
@@ -101,7 +102,7 @@ impl Wire {
                 tokio::spawn(async move { inner.carry(client).await });
             }
         });
-        Self { port, inner, task }
+        Self { port, rest, inner, task }
     }
 
     pub fn address(&self) -> String {
@@ -113,6 +114,15 @@ impl Wire {
         if mode == Mode::Refuse {
             self.inner.cut();
         }
+    }
+
+    pub fn heal(&self) {
+        self.inner.mode.send_replace(self.rest);
+    }
+
+    /// Resets all connections, and with them what they hold.
+    pub fn cut(&self) {
+        self.inner.cut();
     }
 
     /// Resets all connections when `bytes` more of requests have passed, wherever in a request that is; at the latest
