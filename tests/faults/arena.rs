@@ -5,10 +5,11 @@ use std::time::{Duration, Instant};
 
 use tokio_postgres::Client;
 
-use crate::bridge::{Bridge, Setup};
+use crate::bridge::{Bridge, Setup, kafka_brokers};
+use crate::broker::Broker;
 use crate::consumers::Destination;
 use crate::publishers::TRUTH;
-use crate::services::{Database, address};
+use crate::services::Database;
 use crate::wal::watchful;
 use crate::wire::{Mode, Wire};
 
@@ -39,6 +40,8 @@ pub struct Arena {
     pub client: Client,
     pub destination: Destination,
     pub places: Vec<Place>,
+    /// Where the destination is on a broker of its own.
+    pub broker: Option<Broker>,
 }
 
 /// Where a bridge runs: what it was configured with, and its ways to the database and to the broker.
@@ -105,7 +108,7 @@ impl Place {
 
 impl Arena {
     /// With the bridges running; they own the lanes between them, and may still be sharing.
-    pub async fn open(destination: Destination, source: Source, bridges: usize) -> Self {
+    pub async fn open(destination: Destination, broker: Option<Broker>, source: Source, bridges: usize) -> Self {
         let database = Database::create("LB_POSTGRES_URL").await;
         let client = database.connect().await;
         client.batch_execute(TRUTH).await.unwrap();
@@ -115,7 +118,7 @@ impl Arena {
         for number in 1..=bridges {
             places.push(Place::new(number, &database, &destination, source).await);
         }
-        let arena = Self { database, client, destination, places };
+        let arena = Self { database, client, destination, places, broker };
         for place in &arena.places {
             place.start();
         }
@@ -186,9 +189,10 @@ impl Arena {
     }
 
     pub async fn close(self) {
-        let Self { database, destination, places, .. } = self;
+        let Self { database, destination, places, broker, .. } = self;
         drop(places);
         destination.remove().await;
+        drop(broker);
         database.drop().await;
     }
 }
@@ -204,9 +208,8 @@ impl Destination {
     /// `host:port` of its broker.
     fn address(&self) -> String {
         match self {
-            Self::Kafka { .. } => address("LB_KAFKA_BROKERS"),
-            Self::Nats { .. } => host_and_port(&address("LB_NATS_URL")),
-            Self::Redis { .. } => host_and_port(&address("LB_REDIS_URL")),
+            Self::Kafka { .. } => kafka_brokers(),
+            Self::Nats { server, .. } | Self::Redis { server, .. } => host_and_port(server),
         }
     }
 }

@@ -29,12 +29,14 @@ pub enum Fault {
     Slow,
     SessionsEnded,
     BrokerAway,
+    BrokerKilled,
+    BrokerFrozen,
     PublicationDropped,
     Pairs,
 }
 
 impl Fault {
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 15] = [
         Self::KillOne,
         Self::KillAll,
         Self::Terminate,
@@ -46,6 +48,8 @@ impl Fault {
         Self::Slow,
         Self::SessionsEnded,
         Self::BrokerAway,
+        Self::BrokerKilled,
+        Self::BrokerFrozen,
         Self::PublicationDropped,
         Self::Pairs,
     ];
@@ -64,6 +68,8 @@ impl Fault {
             Self::Slow => "slow",
             Self::SessionsEnded => "sessions-ended",
             Self::BrokerAway => "broker-away",
+            Self::BrokerKilled => "broker-killed",
+            Self::BrokerFrozen => "broker-frozen",
             Self::PublicationDropped => "publication-dropped",
             Self::Pairs => "pairs",
         }
@@ -83,6 +89,8 @@ impl Fault {
             Self::Slow => "200 ms of latency for each piece and 10 kB/s, for 1-4 s",
             Self::SessionsEnded => "`pg_terminate_backend` of a lock, poll, confirm, complete, wal or listen session",
             Self::BrokerAway => "every connection to the broker reset, new ones refused for 0.2-4 s",
+            Self::BrokerKilled => "`kill -9` of the broker, started again 0.2-2 s later with its data",
+            Self::BrokerFrozen => "SIGSTOP of the broker for 0.5-6 s, then SIGCONT",
             Self::PublicationDropped => "publication dropped under load, made again 0-1 s later",
             Self::Pairs => "two of the above at once, chosen at random",
         }
@@ -93,9 +101,9 @@ impl Fault {
         match self {
             Self::SessionsEnded => 16,
             Self::KillOne | Self::Reset => 12,
-            Self::KillAll | Self::Terminate | Self::PublicationDropped => 8,
+            Self::KillAll | Self::Terminate | Self::BrokerKilled | Self::PublicationDropped => 8,
             Self::Pairs => 6,
-            Self::AnswersHeld | Self::BrokerAway => 5,
+            Self::AnswersHeld | Self::BrokerAway | Self::BrokerFrozen => 5,
             Self::DatabaseGone | Self::BrokerGone | Self::Slow => 4,
             Self::Freeze => 3,
         }
@@ -104,6 +112,11 @@ impl Fault {
     /// Faults that one injection counts as.
     pub fn weight(self) -> usize {
         if self == Self::Pairs { 2 } else { 1 }
+    }
+
+    /// Whether it is done to a broker that others use as well, unless the cell has one of its own.
+    pub fn needs_own_broker(self) -> bool {
+        matches!(self, Self::BrokerKilled | Self::BrokerFrozen)
     }
 
     /// Whether nothing may be repeated: the path of delivery is not hurt, or drains before it ends.
@@ -144,6 +157,20 @@ impl Arena {
                 Injury::default()
             }
             Fault::SessionsEnded => self.end_session(rng).await,
+            Fault::BrokerKilled => {
+                let broker = self.broker.as_ref().expect("the cell has a broker of its own");
+                broker.kill();
+                pause(200..2_000, rng).await;
+                broker.start_again().await;
+                Injury::default()
+            }
+            Fault::BrokerFrozen => {
+                let broker = self.broker.as_ref().expect("the cell has a broker of its own");
+                broker.signal("STOP");
+                pause(500..6_000, rng).await;
+                broker.signal("CONT");
+                Injury::default()
+            }
             Fault::PublicationDropped => {
                 self.client.batch_execute("drop publication if exists lanebridge_wal").await.unwrap();
                 pause(0..1_000, rng).await;
@@ -259,6 +286,7 @@ impl Arena {
         let single: Vec<Fault> = Fault::ALL
             .into_iter()
             .filter(|fault| *fault != Fault::Pairs && (*fault != Fault::PublicationDropped || source == Source::Wal))
+            .filter(|fault| !fault.needs_own_broker())
             // What waits for bridges to be well would wait for the other fault.
             .filter(|fault| *fault != Fault::Terminate)
             .collect();

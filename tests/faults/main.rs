@@ -5,6 +5,7 @@
 
 mod arena;
 mod bridge;
+mod broker;
 mod chaos;
 mod consumers;
 mod drain;

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use crate::consumers::{jetstream, redis_connection};
+use crate::consumers::{jetstream_at, redis_at};
 use crate::injuries::Fault;
 use crate::matrix::Outcome;
 use crate::services::{address, connect};
@@ -27,10 +27,10 @@ async fn circumstances(seed: u64, outcomes: &[Outcome]) -> String {
     let row = database.query_one("select current_date::text, current_setting('server_version')", &[]).await.unwrap();
     let (date, postgres): (String, String) = (row.get(0), row.get(1));
     let postgres = postgres.split(' ').next().unwrap_or_default();
-    let mut redis = redis_connection().await;
+    let mut redis = redis_at(&address("LB_REDIS_URL")).await;
     let info: String = redis::cmd("INFO").arg("server").query_async(&mut redis).await.unwrap();
     let redis = info.lines().find_map(|line| line.strip_prefix("redis_version:")).unwrap_or_default();
-    let nats = jetstream().await.client().server_info().version;
+    let nats = jetstream_at(&address("LB_NATS_URL")).await.client().server_info().version;
     let services = std::fs::read_to_string(address("LB_SERVICES")).unwrap();
     let kafka = services.lines().find_map(|line| line.strip_prefix("KAFKA_VERSION = ")).unwrap_or_default();
     let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
