@@ -41,7 +41,8 @@ const PACE: Pace = Pace::Bursts { transactions: 30, rest: Duration::from_secs(1)
 /// Cells at once: most of a cell is waiting.
 const AT_ONCE: usize = 2;
 /// For `make test`: so many cells of each sink, with so many injections each.
-const FEW: (usize, usize) = (2, 2);
+const FEW: (usize, usize) = (1, 3);
+const FEW_AT_ONCE: usize = 3;
 
 const SINKS: [&str; 3] = ["kafka", "nats", "redis"];
 
@@ -96,7 +97,7 @@ impl Cell {
 }
 
 /// What a cell came to; kept as a file, so that a run that was interrupted goes on.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Outcome {
     pub cell: String,
     pub faults: usize,
@@ -108,29 +109,67 @@ pub struct Outcome {
     pub wrong: String,
 }
 
+/// What was seen while it happened.
+#[derive(Default)]
+struct Seen {
+    recovery: Vec<Duration>,
+    takeover: Vec<Duration>,
+    /// Promises that were broken at once.
+    broken: Vec<String>,
+    harm: usize,
+}
+
 async fn run(cell: Cell, seed: u64, times: usize) -> Outcome {
     let began = Instant::now();
-    let mut rng = StdRng::seed_from_u64(
-        cell.name().bytes().fold(seed, |sum, b| sum.wrapping_mul(1_099_511_628_211).wrapping_add(u64::from(b))),
-    );
+    // FNV's prime: cells of one seed have nothing in common.
+    let mix = |sum: u64, byte: u8| sum.wrapping_mul(1_099_511_628_211).wrapping_add(u64::from(byte));
+    let mut rng = StdRng::seed_from_u64(cell.name().bytes().fold(seed, mix));
     let arena = cell.open().await;
+    let mut seen = suffer(&arena, cell, times, &mut rng).await;
+    let mut verdict = settle(&arena, cell).await;
+    verdict.harm += seen.harm;
+
+    let faults = times * cell.fault.weight();
+    let found = verdict.faults(cell.duplicates(faults));
+    seen.broken.extend((!found.is_empty()).then_some(found));
+    let replayed = std::env::var("LB_CELL").is_ok_and(|wanted| wanted == cell.name());
+    if replayed || !seen.broken.is_empty() {
+        eprintln!("{}: {:?}: {}", cell.name(), seen.broken, arena.logs());
+    }
+    arena.close().await;
+    let millis = |times: &[Duration]| times.iter().map(|t| u64::try_from(t.as_millis()).unwrap()).collect();
+    let outcome = Outcome {
+        cell: cell.name(),
+        faults,
+        verdict,
+        recovery_ms: millis(&seen.recovery),
+        takeover_ms: millis(&seen.takeover),
+        seconds: began.elapsed().as_secs(),
+        wrong: seen.broken.join(", "),
+    };
+    eprintln!("{outcome:?}");
+    outcome
+}
+
+/// Injures the bridges `times` while publishers publish and a watcher watches the server.
+async fn suffer(arena: &Arena, cell: Cell, times: usize, rng: &mut StdRng) -> Seen {
+    let mut seen = Seen::default();
     let load = Load { seed: rng.random(), writers: 3, keys: 40, events: usize::MAX / 2 };
     let committed = Arc::new(AtomicUsize::new(0));
-    let (mut recovery, mut takeover, mut broken) = (Vec::new(), Vec::new(), Vec::new());
     let hurting = async {
         for n in 1..=times {
-            pause(100..1_200, &mut rng).await;
+            pause(100..1_200, rng).await;
             if rng.random_bool(0.5) {
                 // When something is under way, which at a random moment it mostly is not.
                 let busy = rng.random_range(1..60);
                 within(Duration::from_secs(2), || async { deliveries_left(&arena.client).await > busy }).await;
             }
-            let injury = arena.injure(cell.fault, cell.source, &mut rng).await;
-            takeover.extend(injury.takeover);
-            broken.extend(injury.broken);
+            let injury = arena.injure(cell.fault, cell.source, rng).await;
+            seen.takeover.extend(injury.takeover);
+            seen.broken.extend(injury.broken);
             // Sometimes the next one comes before this one is got over.
             if n == times || rng.random_bool(0.5) {
-                recovery.extend(arena.recovered(HEALED).await);
+                seen.recovery.extend(arena.recovered(HEALED).await);
             }
         }
         committed.fetch_add(load.events, Ordering::Relaxed);
@@ -146,9 +185,14 @@ async fn run(cell: Cell, seed: u64, times: usize) -> Outcome {
             most_kept = most_kept.max(watcher.query_one(sql, &[]).await.unwrap().get::<_, i64>(0));
         }
     };
-    let publishing = AssertUnwindSafe(publish_with(&arena.database, load, Arc::clone(&committed), PACE)).catch_unwind();
-    let (published, (), ()) = tokio::join!(publishing, hurting, watching);
+    let publishing = publish_with(&arena.database, load, Arc::clone(&committed), PACE);
+    let (published, (), ()) = tokio::join!(AssertUnwindSafe(publishing).catch_unwind(), hurting, watching);
+    seen.harm = usize::from(published.is_err()) + usize::from(most_kept > KEPT_BYTES);
+    seen
+}
 
+/// Waits for the drain, stops the bridges, and reads the ledger and what they left behind.
+async fn settle(arena: &Arena, cell: Cell) -> Verdict {
     let left = if arena.recovered(HEALED).await.is_some() { 0 } else { deliveries_left(&arena.client).await };
     if left > 0 {
         eprintln!("{}: {left} stuck after {HEALED:?}: {}", cell.name(), arena.logs());
@@ -165,46 +209,26 @@ async fn run(cell: Cell, seed: u64, times: usize) -> Outcome {
     if within(NOTICED, || async { arena.leftovers().await == 0 }).await.is_none() {
         verdict.leftover += usize::try_from(arena.leftovers().await).unwrap();
     }
-    verdict.harm = usize::from(published.is_err()) + usize::from(most_kept > KEPT_BYTES);
-    if within(NOTICED, || async { arena.slots().await == 0 }).await.is_none() {
-        verdict.harm += 1;
-    }
-
-    let faults = times * cell.fault.weight();
-    let found = verdict.faults(cell.duplicates(faults));
-    broken.extend((!found.is_empty()).then_some(found));
-    if !broken.is_empty() {
-        eprintln!("{}: {broken:?}: {}", cell.name(), arena.logs());
-    }
-    arena.close().await;
-    let millis = |times: Vec<Duration>| times.iter().map(|t| u64::try_from(t.as_millis()).unwrap()).collect();
-    Outcome {
-        cell: cell.name(),
-        faults,
-        verdict,
-        recovery_ms: millis(recovery),
-        takeover_ms: millis(takeover),
-        seconds: began.elapsed().as_secs(),
-        wrong: broken.join(", "),
-    }
+    verdict.harm = usize::from(within(NOTICED, || async { arena.slots().await == 0 }).await.is_none());
+    verdict
 }
 
 /// Runs a cell to its end, whatever comes of it.
-async fn survive(cell: Cell, seed: u64, times: usize) -> Result<Outcome, String> {
-    let outcome = tokio::spawn(run(cell, seed, times)).await.map_err(|panic| format!("{}: {panic}", cell.name()))?;
-    eprintln!(
-        "{}: {} faults in {} s, {:?} recovery {:?} ms takeover {:?} ms",
-        outcome.cell, outcome.faults, outcome.seconds, outcome.verdict, outcome.recovery_ms, outcome.takeover_ms
-    );
-    if outcome.wrong.is_empty() { Ok(outcome) } else { Err(format!("{}: {}", outcome.cell, outcome.wrong)) }
+async fn survive(cell: Cell, seed: u64, times: usize) -> Outcome {
+    let outcome = tokio::spawn(run(cell, seed, times)).await;
+    outcome.unwrap_or_else(|panic| Outcome {
+        cell: cell.name(),
+        wrong: format!("did not come to its end: {panic}"),
+        ..Outcome::default()
+    })
 }
 
-fn replay(seed: u64, failed: &[String]) -> String {
-    let commands = failed.iter().map(|line| {
-        let cell = line.split(':').next().unwrap_or_default();
-        format!("{line}\n    LB_SEED={seed} LB_CELL={cell} make faults")
-    });
-    commands.collect::<Vec<_>>().join("\n")
+/// What is wrong in each cell that is not clean, and how to see it again; empty when all are.
+fn complaint(seed: u64, outcomes: &[Outcome]) -> String {
+    let unclean = outcomes.iter().filter(|outcome| !outcome.wrong.is_empty());
+    let lines =
+        unclean.map(|o| format!("{}: {}\n    LB_SEED={seed} LB_CELL={} make faults\n", o.cell, o.wrong, o.cell));
+    lines.collect()
 }
 
 /// A few cells of every sink, other ones in every run.
@@ -221,14 +245,9 @@ async fn a_few_cells_of_the_matrix_are_clean() {
         *count += 1;
         *count <= FEW.0
     });
-    let runs = futures_util::stream::iter(cells).map(|cell| survive(cell, seed, FEW.1)).buffer_unordered(3);
-    let failed: Vec<String> = runs.filter_map(|outcome| std::future::ready(outcome.err())).collect().await;
-    assert!(failed.is_empty(), "{}", replay(seed, &failed));
-}
-
-/// Where the outcomes of a run are kept.
-fn folder(seed: u64) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("target/faults").join(seed.to_string())
+    let runs = futures_util::stream::iter(cells).map(|cell| survive(cell, seed, FEW.1));
+    let outcomes: Vec<Outcome> = runs.buffer_unordered(FEW_AT_ONCE).collect().await;
+    assert_eq!(complaint(seed, &outcomes), "");
 }
 
 /// All cells, with `LB_ROUNDS` times the usual injections, or those whose name contains `LB_CELL`; with `LB_MINUTES` none
@@ -240,41 +259,31 @@ async fn every_cell_of_the_matrix_is_clean() {
     let number = |name: &str, default| std::env::var(name).map_or(default, |text| text.parse().expect(name));
     let (seed, rounds, minutes) = (seed(), number("LB_ROUNDS", 1), number("LB_MINUTES", u64::MAX / 60));
     let wanted = std::env::var("LB_CELL").unwrap_or_default();
-    let folder = folder(seed);
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("target/faults").join(seed.to_string());
     std::fs::create_dir_all(&folder).unwrap();
     eprintln!("LB_SEED={seed} LB_ROUNDS={rounds}");
     let file = |cell: &str| folder.join(cell.replace('/', "-") + ".json");
     // Named in full it is a replay, whose outcome replaces no other.
-    let replays = |cell: &str| cell == wanted;
+    let replays = Cell::all().iter().any(|cell| cell.name() == wanted);
     let cells = Cell::all().into_iter().filter(|cell| cell.name().contains(&wanted));
-    let cells = cells.filter(|cell| replays(&cell.name()) || !file(&cell.name()).exists());
+    let cells = cells.filter(|cell| replays || !file(&cell.name()).exists());
     let began = Instant::now();
     let runs = futures_util::stream::iter(cells)
         .take_while(|_| std::future::ready(began.elapsed() < Duration::from_secs(minutes * 60)))
-        .map(|cell| async move {
-            let times = cell.fault.times() * usize::try_from(rounds).unwrap();
-            let outcome = tokio::spawn(run(cell, seed, times)).await;
-            (cell, outcome)
-        })
-        .buffer_unordered(AT_ONCE);
-    let failed = runs.fold(Vec::new(), |mut failed: Vec<String>, (cell, outcome)| {
-        match outcome {
-            Ok(outcome) => {
-                eprintln!("{outcome:?}");
-                if !replays(&outcome.cell) {
-                    std::fs::write(file(&outcome.cell), serde_json::to_string_pretty(&outcome).unwrap()).unwrap();
-                }
-                failed.extend((!outcome.wrong.is_empty()).then(|| format!("{}: {}", outcome.cell, outcome.wrong)));
+        .map(|cell| survive(cell, seed, cell.fault.times() * usize::try_from(rounds).unwrap()))
+        .buffer_unordered(AT_ONCE)
+        .inspect(|outcome| {
+            if !replays {
+                std::fs::write(file(&outcome.cell), serde_json::to_string_pretty(outcome).unwrap()).unwrap();
             }
-            Err(panic) => failed.push(format!("{}: {panic}", cell.name())),
-        }
-        std::future::ready(failed)
-    });
-    let failed = failed.await;
-    if wanted.is_empty() {
+        });
+    let mut outcomes: Vec<Outcome> = runs.collect().await;
+    if !replays {
         let files = std::fs::read_dir(&folder).unwrap().map(|entry| std::fs::read(entry.unwrap().path()).unwrap());
-        let outcomes: Vec<Outcome> = files.map(|bytes| serde_json::from_slice(&bytes).unwrap()).collect();
+        outcomes = files.map(|bytes| serde_json::from_slice(&bytes).unwrap()).collect();
+    }
+    if wanted.is_empty() {
         reliability::write(seed, &outcomes).await;
     }
-    assert!(failed.is_empty(), "{}", replay(seed, &failed));
+    assert_eq!(complaint(seed, &outcomes), "");
 }

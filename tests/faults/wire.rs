@@ -12,7 +12,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 /// Bytes that are passed on at once; while slowed this is what a delay is added to.
-const PIECE: usize = 4096;
+const PIECE: usize = 64 * 1024;
 /// No cut is wanted: more than a test ever sends.
 const NEVER: i64 = i64::MAX;
 
