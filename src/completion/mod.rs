@@ -8,12 +8,10 @@ use std::time::Duration;
 
 use tokio_postgres::Statement;
 
+pub(crate) use crate::db::FENCED;
 use crate::db::{Client, Names, deliveries};
 use crate::delivery::{DeliveryId, Failure};
 use crate::error::{Error, Result};
-
-/// SQLSTATE of a write by an epoch that was fenced.
-pub(crate) const FENCED: &str = "LB001";
 
 /// Most ids in one statement; larger ones measured no gain.
 pub(crate) const BATCH: usize = 1000;

@@ -7,6 +7,9 @@ use std::fmt;
 
 use crate::error::{Class, Error};
 
+/// SQLSTATE of a write by an epoch that was fenced.
+pub(crate) const FENCED: &str = "LB001";
+
 /// The answer of the server, kept in the chain so that [`sqlstate`] finds its code.
 #[derive(Debug)]
 struct Answer {

@@ -19,6 +19,7 @@ mod tls;
 
 pub use client::{Client, Transaction};
 pub use connect::Connector;
+pub(crate) use failure::FENCED;
 pub use failure::sqlstate;
 pub use migrate::{MIGRATIONS, Migration, State, Status, migrate, print, require_current, status};
 pub use names::Names;

@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use share::{Moves, Peer, Watch, share, surplus};
 
-use crate::db::{Client, Connector, Names, Session};
+use crate::db::{Client, Connector, FENCED, Names, Session, sqlstate};
 use crate::error::{Error, Result};
 
 /// Between two proofs that the locks are held.
@@ -111,7 +111,8 @@ pub(crate) async fn hold(mut setup: Setup, stop: CancellationToken) -> Result<()
         match ended {
             Ok(()) => return Ok(()),
             // A login that is refused now was accepted at the start: a password is being rotated, a role locked for a while.
-            Err(error) if error.class() != crate::error::Class::Failure => {
+            // Fenced: a bridge that stood still without a lane keeps its session, and learns of it when it wants one (H45).
+            Err(error) if error.class() != crate::error::Class::Failure || sqlstate(&error) == Some(FENCED) => {
                 tracing::warn!(error = %error.report(), "the lock session ended; all lanes are given up until it is back");
             }
             Err(error) => return Err(error),

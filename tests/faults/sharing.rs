@@ -133,3 +133,34 @@ async fn a_frozen_bridge_is_ended_by_another_and_comes_back() {
     judge(client, &destinations[0].read().await).await.must_be_clean("redis", BATCH * BATCHES);
     stage.end().await;
 }
+
+/// H45: a bridge that holds no lane is fenced like another when it stands still, but there is no lock to end its session
+/// for. It learns of the fence when it takes lanes, and begins again instead of ending, for it may be the last one.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_bridge_that_was_fenced_without_a_lane_begins_again() {
+    let stage =
+        Stage::with([Destination::redis()], |setup| setup.with("[http]", "frozen_after = \"5s\"\n[http]")).await;
+    let Stage { client, setup, .. } = &stage;
+    let owner = setup.start();
+    share_as(client, &[256]).await;
+    let standby = setup.start();
+    // Nobody makes room for it before its third heartbeat, nor moves a lane that moved less than five seconds ago.
+    setup.says("standing by", SOON).await;
+    standby.signal("STOP");
+    share_as(client, &[256]).await;
+    owner.kill();
+    eventually("the owner's locks are free", SOON, || async {
+        let sql = "select count(*) from pg_stat_activity
+                    where datname = current_database() and application_name like 'lanebridge/%/lock'";
+        client.query_one(sql, &[]).await.unwrap().get::<_, i64>(0) == 1
+    })
+    .await;
+    standby.signal("CONT");
+    eventually("it owns every lane", SOON, || async {
+        let epochs = owners(client, "select lane, epoch from lanebridge.lanes where epoch > 2").await;
+        epochs.len() == 256
+    })
+    .await;
+    assert!(standby.terminate().await.success(), "{}", setup.log());
+    stage.end().await;
+}
