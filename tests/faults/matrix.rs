@@ -39,7 +39,7 @@ const KEPT_BYTES: i64 = 64 << 20;
 /// About 200 events a second in bursts: enough to fill a window, little enough to drain in debug builds.
 const PACE: Pace = Pace::Bursts { transactions: 30, rest: Duration::from_secs(1) };
 /// Cells at once: most of a cell is waiting.
-const AT_ONCE: usize = 2;
+const AT_ONCE: usize = 3;
 /// For `make test`: so many cells of each sink, with so many injections each.
 const FEW: (usize, usize) = (1, 3);
 const FEW_AT_ONCE: usize = 3;
@@ -56,7 +56,7 @@ pub struct Cell {
 
 impl Cell {
     /// In an order in which half of a run has every fault on every sink already.
-    fn all() -> Vec<Self> {
+    pub fn all() -> Vec<Self> {
         let mut cells = Vec::new();
         for (source, bridges) in [(Source::Wal, 3), (Source::Poll, 1), (Source::Poll, 3), (Source::Wal, 1)] {
             for fault in Fault::ALL {

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::consumers::{jetstream_at, redis_at};
 use crate::injuries::Fault;
-use crate::matrix::Outcome;
+use crate::matrix::{Cell, Outcome};
 use crate::services::{address, connect};
 
 /// What is between these lines is replaced; all else in the document is written by people.
@@ -44,14 +44,15 @@ async fn circumstances(seed: u64, outcomes: &[Outcome]) -> String {
     let minutes = outcomes.iter().map(|outcome| outcome.seconds).sum::<u64>() / 60;
     format!(
         "Measured {date} on {cores} shared cores ({}, {} GiB, {}), other work on both; PostgreSQL {postgres}, Apache Kafka {}, \
-         NATS {nats}, Redis {redis} on the same machine; lanebridge {}, debug build. `LB_SEED={seed} make faults`: {} cells, \
-         {minutes} minutes of cells, two at a time.\n",
+         NATS {nats}, Redis {redis} on the same machine; lanebridge {}, debug build. `LB_SEED={seed} make faults`: {} of {} cells, \
+         {minutes} minutes of cells, three at a time.\n",
         field(&read("/proc/cpuinfo"), "model name", ':'),
         memory >> 20,
         field(&read("/etc/os-release"), "PRETTY_NAME", '='),
         kafka.trim().trim_matches('"'),
         env!("CARGO_PKG_VERSION"),
         outcomes.len(),
+        Cell::all().len(),
     )
 }
 
