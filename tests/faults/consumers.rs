@@ -22,14 +22,16 @@ pub struct Received {
     pub key: Option<String>,
     pub seq: i64,
     pub payload: Vec<u8>,
+    /// Topic and partition, subject, or stream.
+    pub place: String,
 }
 
 /// A place at a broker of its own, and the handler that fills it.
 #[derive(Clone, Debug)]
 pub enum Destination {
     Kafka { topic: String, partitions: i32 },
-    Nats { subject: String },
-    Redis { stream: String },
+    Nats { subject: String, server: String },
+    Redis { stream: String, server: String },
 }
 
 impl Destination {
@@ -45,19 +47,29 @@ impl Destination {
     }
 
     pub async fn nats() -> Self {
+        Self::nats_at(address("LB_NATS_URL")).await
+    }
+
+    /// On the server with this URL.
+    pub async fn nats_at(server: String) -> Self {
         let subject = unique("s");
-        let js = jetstream().await;
+        let js = jetstream_at(&server).await;
         let config = jetstream::stream::Config {
             name: subject.clone(),
             subjects: vec![format!("{subject}.>")],
             ..Default::default()
         };
         js.create_stream(config).await.unwrap();
-        Self::Nats { subject }
+        Self::Nats { subject, server }
     }
 
     pub fn redis() -> Self {
-        Self::Redis { stream: unique("r") }
+        Self::redis_at(address("LB_REDIS_URL"))
+    }
+
+    /// On the server with this URL.
+    pub fn redis_at(server: String) -> Self {
+        Self::Redis { stream: unique("r"), server }
     }
 
     pub async fn all() -> Vec<Self> {
@@ -77,12 +89,10 @@ impl Destination {
         let name = self.name();
         let (sink, handler) = match self {
             Self::Kafka { topic, .. } => (format!("brokers = \"{}\"", kafka_brokers()), format!("topic = \"{topic}\"")),
-            Self::Nats { subject } => {
-                (format!("url = \"{}\"", address("LB_NATS_URL")), format!("subject = \"{subject}.{{type}}\""))
+            Self::Nats { subject, server } => {
+                (format!("url = \"{server}\""), format!("subject = \"{subject}.{{type}}\""))
             }
-            Self::Redis { stream } => {
-                (format!("url = \"{}\"", address("LB_REDIS_URL")), format!("stream = \"{stream}\""))
-            }
+            Self::Redis { stream, server } => (format!("url = \"{server}\""), format!("stream = \"{stream}\"")),
         };
         format!(
             "[sinks.{name}]\ntype = \"{name}\"\n{sink}\nbatch = {batch}\nbatches_in_flight = {batches}\nsend_timeout = \"10s\"\n\
@@ -98,8 +108,8 @@ impl Destination {
                 let (topic, partitions) = (topic.clone(), *partitions);
                 tokio::task::spawn_blocking(move || read_kafka(&topic, partitions)).await.unwrap()
             }
-            Self::Nats { subject } => read_nats(subject).await,
-            Self::Redis { stream } => read_redis(stream).await,
+            Self::Nats { subject, server } => read_nats(&jetstream_at(server).await, subject).await,
+            Self::Redis { stream, server } => read_redis(&mut redis_at(server).await, stream).await,
         }
     }
 
@@ -110,23 +120,23 @@ impl Destination {
                     ClientConfig::new().set("bootstrap.servers", kafka_brokers()).create().unwrap();
                 admin.delete_topics(&[topic], &AdminOptions::new()).await.unwrap();
             }
-            Self::Nats { subject } => {
-                jetstream().await.delete_stream(subject).await.unwrap();
+            Self::Nats { subject, server } => {
+                jetstream_at(server).await.delete_stream(subject).await.unwrap();
             }
-            Self::Redis { stream } => {
-                let mut redis = redis_connection().await;
+            Self::Redis { stream, server } => {
+                let mut redis = redis_at(server).await;
                 redis::cmd("DEL").arg(stream).query_async::<()>(&mut redis).await.unwrap();
             }
         }
     }
 }
 
-pub async fn jetstream() -> jetstream::Context {
-    jetstream::new(async_nats::connect(address("LB_NATS_URL")).await.unwrap())
+pub async fn jetstream_at(server: &str) -> jetstream::Context {
+    jetstream::new(async_nats::connect(server).await.unwrap())
 }
 
-pub async fn redis_connection() -> redis::aio::MultiplexedConnection {
-    let client = redis::Client::open(address("LB_REDIS_URL")).unwrap();
+pub async fn redis_at(server: &str) -> redis::aio::MultiplexedConnection {
+    let client = redis::Client::open(server).unwrap();
     let config = redis::AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(10)));
     client.get_multiplexed_async_connection_with_config(&config).await.unwrap()
 }
@@ -162,14 +172,14 @@ fn read_kafka(topic: &str, partitions: i32) -> Vec<Received> {
                 key: message.key().map(|key| String::from_utf8_lossy(key).into_owned()),
                 seq: headers["ce_sequence"].parse().unwrap(),
                 payload: message.payload().unwrap_or_default().to_vec(),
+                place: format!("{topic}/{partition}"),
             });
         }
     }
     all
 }
 
-async fn read_nats(subject: &str) -> Vec<Received> {
-    let js = jetstream().await;
+async fn read_nats(js: &jetstream::Context, subject: &str) -> Vec<Received> {
     let mut stream = js.get_stream(subject).await.unwrap();
     let count = stream.info().await.unwrap().state.messages;
     if count == 0 {
@@ -186,13 +196,13 @@ async fn read_nats(subject: &str) -> Vec<Received> {
             key: header("ce-partitionkey"),
             seq: header("ce-sequence").unwrap().parse().unwrap(),
             payload: message.payload.to_vec(),
+            place: message.subject.to_string(),
         });
     }
     all
 }
 
-async fn read_redis(stream: &str) -> Vec<Received> {
-    let mut redis = redis_connection().await;
+async fn read_redis(redis: &mut redis::aio::MultiplexedConnection, stream: &str) -> Vec<Received> {
     let mut all = Vec::new();
     let mut after = "-".to_owned();
     loop {
@@ -203,7 +213,7 @@ async fn read_redis(stream: &str) -> Vec<Received> {
             .arg("+")
             .arg("COUNT")
             .arg(5000)
-            .query_async(&mut redis)
+            .query_async(redis)
             .await
             .unwrap();
         let Some((last, _)) = page.last() else { return all };
@@ -215,6 +225,7 @@ async fn read_redis(stream: &str) -> Vec<Received> {
                 key: text("ce_partitionkey"),
                 seq: text("ce_sequence").unwrap().parse().unwrap(),
                 payload: fields["data"].clone(),
+                place: stream.to_owned(),
             });
         }
     }

@@ -2,12 +2,13 @@
 
 use std::collections::{HashMap, HashSet};
 
+use serde::{Deserialize, Serialize};
 use tokio_postgres::Client;
 
 use crate::consumers::Received;
 
-/// Counts per verdict; see hazards for the names.
-#[derive(Debug, Default, PartialEq, Eq)]
+/// Counts per way to be wrong; all but `duplicates` and `regress` must be 0.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Verdict {
     pub committed: usize,
     pub received: usize,
@@ -17,6 +18,18 @@ pub struct Verdict {
     /// First occurrences of a key out of order.
     pub reorder_first: usize,
     pub duplicates: usize,
+    /// Those of the duplicates that came after a newer event of their key.
+    pub regress: usize,
+    /// Where no event of its key belongs: another partition, subject or stream than the first of the key.
+    pub wrong_place: usize,
+    /// One id under which two different events arrived.
+    pub id_collision: usize,
+    /// Deliveries not completed in time after the last fault was healed.
+    pub stuck: usize,
+    /// What bridges that ended left behind: sessions, locks, owned lanes, failures of deliveries that arrived.
+    pub leftover: usize,
+    /// What others suffered: a slot that survived its bridge, log kept beyond the cap, a publisher that failed.
+    pub harm: usize,
 }
 
 /// A committed event.
@@ -44,13 +57,22 @@ fn verdict(truth: &HashMap<String, Truth>, received: &[Received]) -> Verdict {
     let mut verdict = Verdict { committed: truth.len(), received: received.len(), ..Verdict::default() };
     let mut seen = HashSet::new();
     let mut last: HashMap<&str, i64> = HashMap::new();
+    let mut first_of: HashMap<&str, &Received> = HashMap::new();
+    let mut places: HashMap<&str, &str> = HashMap::new();
     for got in received {
+        let first = first_of.entry(&got.id).or_insert(got);
+        verdict.id_collision += usize::from((first.seq, &first.payload) != (got.seq, &got.payload));
         let Some(event) = truth.get(&got.id) else {
             verdict.phantom += 1;
             continue;
         };
+        if let Some(key) = &event.key {
+            verdict.wrong_place += usize::from(*places.entry(key).or_insert(&got.place) != got.place);
+        }
         if !seen.insert(&got.id) {
             verdict.duplicates += 1;
+            let newest = event.key.as_deref().and_then(|key| last.get(key));
+            verdict.regress += usize::from(newest.is_some_and(|newest| event.seq < *newest));
             continue;
         }
         if got.payload != event.payload || got.key != event.key || got.seq != event.seq {
@@ -70,12 +92,35 @@ fn verdict(truth: &HashMap<String, Truth>, received: &[Received]) -> Verdict {
 }
 
 impl Verdict {
-    /// Panics unless nothing was lost, invented, changed or reordered, and duplicates stay within `duplicates`.
+    /// Every verdict that must be 0, by name.
+    pub fn wrongs(&self) -> [(&'static str, usize); 9] {
+        [
+            ("lost", self.lost),
+            ("phantom", self.phantom),
+            ("reorder-first", self.reorder_first),
+            ("corrupt", self.corrupt),
+            ("wrong-place", self.wrong_place),
+            ("id-collision", self.id_collision),
+            ("stuck", self.stuck),
+            ("leftover", self.leftover),
+            ("harm", self.harm),
+        ]
+    }
+
+    /// What is wrong, by name; empty when nothing is, and duplicates stay within `duplicates`.
+    pub fn faults(&self, duplicates: usize) -> String {
+        let mut found: Vec<String> =
+            self.wrongs().iter().filter(|(_, n)| *n > 0).map(|(name, n)| format!("{name} {n}")).collect();
+        if self.duplicates > duplicates {
+            found.push(format!("duplicates {} of at most {duplicates}", self.duplicates));
+        }
+        found.join(", ")
+    }
+
+    /// Panics unless nothing was lost, invented, changed, reordered or misplaced, and duplicates stay within `duplicates`.
     pub fn must_be_clean(&self, what: &str, duplicates: usize) {
         eprintln!("{what}: {self:?}");
-        let wrong = (self.lost, self.phantom, self.corrupt, self.reorder_first);
-        assert_eq!(wrong, (0, 0, 0, 0), "{what}: (lost, phantom, corrupt, reorder-first) of {self:?}");
-        assert!(self.duplicates <= duplicates, "{what}: {} duplicates, at most {duplicates}", self.duplicates);
+        assert_eq!(self.faults(duplicates), "", "{what}: {self:?}");
     }
 }
 
@@ -84,7 +129,14 @@ impl Verdict {
 fn every_way_to_be_wrong_has_its_verdict() {
     let event = |seq| Truth { key: Some("k".into()), seq, payload: vec![1] };
     let truth = HashMap::from([("a".to_owned(), event(1)), ("b".to_owned(), event(2)), ("c".to_owned(), event(3))]);
-    let got = |id: &str, seq, payload| Received { id: id.into(), key: Some("k".into()), seq, payload: vec![payload] };
+    let at = |place: &str, id: &str, seq, payload| Received {
+        id: id.into(),
+        key: Some("k".into()),
+        seq,
+        payload: vec![payload],
+        place: place.into(),
+    };
+    let got = |id: &str, seq, payload| at("p", id, seq, payload);
     let verdict = |received: &[Received]| verdict(&truth, received);
     let good = [got("a", 1, 1), got("b", 2, 1), got("c", 3, 1)];
     assert_eq!(verdict(&good), Verdict { committed: 3, received: 3, ..Verdict::default() });
@@ -92,5 +144,12 @@ fn every_way_to_be_wrong_has_its_verdict() {
     assert_eq!(verdict(&[got("x", 9, 1)]).phantom, 1);
     assert_eq!(verdict(&[got("a", 1, 2)]).corrupt, 1);
     assert_eq!(verdict(&[got("b", 2, 1), got("a", 1, 1)]).reorder_first, 1);
-    assert_eq!(verdict(&[got("a", 1, 1), got("b", 2, 1), got("a", 1, 1)]).duplicates, 1);
+    let repeated = verdict(&[got("a", 1, 1), got("b", 2, 1), got("b", 2, 1)]);
+    assert_eq!((repeated.duplicates, repeated.regress), (1, 0));
+    let late = verdict(&[got("a", 1, 1), got("b", 2, 1), got("a", 1, 1)]);
+    assert_eq!((late.duplicates, late.regress), (1, 1));
+    assert_eq!(verdict(&[got("a", 1, 1), at("q", "b", 2, 1)]).wrong_place, 1);
+    assert_eq!(verdict(&[got("a", 1, 1), got("a", 2, 1)]).id_collision, 1);
+    assert_eq!(verdict(&good[1..]).faults(0), "lost 1");
+    assert_eq!(late.faults(0), "lost 1, duplicates 1 of at most 0");
 }

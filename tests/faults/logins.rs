@@ -63,7 +63,8 @@ async fn every_way_in_delivers() {
     let database = Database::create("LB_POSTGRES_URL").await;
     let client = database.connect().await;
     let all = [Destination::kafka(1).await, Destination::nats().await, Destination::redis()];
-    let [Destination::Kafka { topic, .. }, Destination::Nats { subject }, Destination::Redis { stream }] = &all else {
+    let [Destination::Kafka { topic, .. }, Destination::Nats { subject, .. }, Destination::Redis { stream, .. }] = &all
+    else {
         unreachable!("as made above")
     };
     let extra = ways_in(topic, &format!("{subject}.{{type}}"), stream);

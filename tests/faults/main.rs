@@ -3,15 +3,19 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed test ends with the line that failed")]
 
+mod arena;
 mod bridge;
+mod broker;
 mod chaos;
 mod consumers;
 mod copies;
 mod crashes;
 mod drain;
 mod durability;
+mod injuries;
 mod ledger;
 mod logins;
+mod matrix;
 mod memory;
 mod notify;
 mod operate;
@@ -21,6 +25,7 @@ mod ownership;
 mod partitions;
 mod proxy;
 mod publishers;
+mod reliability;
 mod server;
 mod services;
 mod sharing;
@@ -31,3 +36,4 @@ mod wal;
 mod wal_costs;
 mod wal_ledger;
 mod wal_refusals;
+mod wire;

@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use lanebridge::publish::{NewEvent, Publisher};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
+use tokio::time::Instant;
 use tokio_postgres::Client;
 
 use crate::services::{Database, unique};
@@ -27,11 +29,27 @@ pub const TRUTH: &str =
 /// Publishes until `load.events` are committed; counts them in `committed`. Returns the ids that were rolled back.
 pub async fn publish(database: &Database, load: Load, committed: Arc<AtomicUsize>) -> Vec<String> {
     eprintln!("load: {load:?}");
+    publish_with(database, load, committed, Pace::Unresting).await
+}
+
+/// How a writer spends its time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pace {
+    Unresting,
+    /// Up to `transactions` at once, then a rest of up to `rest`.
+    Bursts {
+        transactions: usize,
+        rest: Duration,
+    },
+}
+
+/// [`publish`], at a pace.
+pub async fn publish_with(database: &Database, load: Load, committed: Arc<AtomicUsize>, pace: Pace) -> Vec<String> {
     let mut writers = tokio::task::JoinSet::new();
     for writer in 0..load.writers {
         let client = database.connect().await;
         let rng = StdRng::seed_from_u64(load.seed.wrapping_add(writer as u64));
-        writers.spawn(write(client, rng, load, Arc::clone(&committed), unique("e")));
+        writers.spawn(write(client, rng, load, Arc::clone(&committed), unique("e"), pace));
     }
     writers.join_all().await.into_iter().flatten().collect()
 }
@@ -42,11 +60,20 @@ async fn write(
     load: Load,
     committed: Arc<AtomicUsize>,
     prefix: String,
+    pace: Pace,
 ) -> Vec<String> {
     let publisher = Publisher::default();
     let mut rolled_back = Vec::new();
     let mut n = 0;
+    let mut burst = 0;
     while committed.load(Ordering::Relaxed) < load.events {
+        if let Pace::Bursts { transactions, rest } = pace {
+            if burst == 0 {
+                burst = rng.random_range(1..=transactions);
+                tokio::time::sleep_until(Instant::now() + rng.random_range(Duration::ZERO..rest)).await;
+            }
+            burst -= 1;
+        }
         let mut transaction = client.transaction().await.unwrap();
         // Keys in one fixed order within a transaction: writers wait for each other, never in a ring.
         let mut keys: Vec<Option<usize>> = (0..rng.random_range(1..=5))
