@@ -16,9 +16,9 @@ test: services build ## all tests, against real servers
 soak: services build ## the tests of the stream for hours' worth of trouble: 300 joins, ten minutes without a broker
 	LB_SOAK=1 scripts/test --test faults wal
 
-bench-latency: services ## from commit to consumer, by wal, notify, poll and a naive poller, on each broker
+bench-latency: services ## from commit to consumer, for each source and broker; with ARGS="--quick" or "--help"
 	scripts/services build-deps
-	set -a; . target/services/env; cargo bench --locked --bench latency
+	set -a && . target/services/env && cargo bench --locked $(BENCH_FLAGS) --bench latency -- $(ARGS)
 
 build: ## the bridge, target/debug/lanebridge
 	scripts/services build-deps
