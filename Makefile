@@ -19,9 +19,9 @@ soak: services build ## the tests of the stream for hours' worth of trouble: 300
 faults: services build ## the matrix of faults, more than 1,200 of them, in about an hour; writes docs/reliability.md
 	scripts/test --test faults matrix::every_cell -- --include-ignored --nocapture
 
-bench-latency: services ## from commit to consumer, by wal, notify, poll and a naive poller, on each broker
+bench-latency: services ## from commit to consumer, for each source and broker; with ARGS="--quick" or "--help"
 	scripts/services build-deps
-	set -a; . target/services/env; cargo bench --locked --bench latency
+	set -a && . target/services/env && cargo bench --locked $(BENCH_FLAGS) --bench latency -- $(ARGS)
 
 build: ## the bridge, target/debug/lanebridge
 	scripts/services build-deps

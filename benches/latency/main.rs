@@ -1,40 +1,79 @@
-//! How long after its commit is an event at the consumer, and what does that cost? For each way to learn of deliveries
-//! (`wal`, `notify`, `poll`) and each broker, beside the poller that a team would write itself (`naive`), in one run.
+//! Question: how long after its commit does a consumer have an event, and what does that cost the database server and
+//! the bridge? For each way in which a bridge learns of deliveries and each broker, beside the poller that a team would
+//! write itself, in one run. docs/benchmarks.md says how to read the answer.
 //!
-//!   scripts/services up && cargo bench --bench latency            (or: make bench-latency)
-//!   cargo bench --bench latency -- --quick                        one short round of each
-//!   cargo bench --bench latency -- --modes wal,naive --brokers redis --rate 5000
-//!
-//! Open loop: event n is published at start + n / rate whatever became of those before it, one transaction each, by
-//! plain SQL. Latency runs from the return of COMMIT to the arrival at a consumer in this process, on one clock. A
-//! missing event fails the run. CPU is that of the bridge, and of all processes of the database server less what they
-//! take for publishing alone; both from /proc, per event.
+//! I1: open loop. Event n is due at start + n / rate, whatever became of those before it. I2: a bench that loses
+//! fails: each event arrives, once, within the run, else there are no figures. I3: CPU of the server is that of all its
+//! processes, less what the same events cost when they are only published, measured in the same repeat.
 
 #![allow(clippy::unwrap_used, reason = "a failed bench ends with the line that failed")]
 
-mod consumers;
+mod brokers;
+mod cpu;
+mod ledger;
 mod naive;
+mod publishers;
 mod report;
 mod run;
+mod servers;
 
-use std::time::Duration;
+use clap::{Parser, ValueEnum};
 
 use report::Report;
-use run::{Bench, Sample};
+use run::Bench;
 
-/// How a run learns of what to deliver.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+/// How events get from the table to the broker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 pub enum Mode {
+    /// A bridge woken by the write-ahead log.
     Wal,
+    /// A bridge woken by NOTIFY.
     Notify,
+    /// A bridge that nothing wakes before its poll_interval.
     Poll,
-    /// SELECT … FOR UPDATE SKIP LOCKED, send, DELETE.
+    /// The poller that a team would write itself, on a table of its own.
     Naive,
 }
 
-impl Mode {
-    const ALL: [Self; 4] = [Self::Wal, Self::Notify, Self::Poll, Self::Naive];
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+pub enum Broker {
+    Kafka,
+    Nats,
+    Redis,
+}
 
+/// Commit-to-consumer latency, and CPU per event. Run it with `make bench-latency ARGS="…"`.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "latency")]
+pub struct Plan {
+    /// Events a second.
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub rate: u32,
+    /// Seconds of load before anything is measured.
+    #[arg(long, default_value_t = 5)]
+    pub warm_up: u32,
+    /// Seconds of load that are measured.
+    #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
+    pub seconds: u32,
+    /// How often all of it is measured, each time in another order.
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    pub repeats: u32,
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "wal,notify,poll,naive")]
+    pub modes: Vec<Mode>,
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "kafka,nats,redis")]
+    pub brokers: Vec<Broker>,
+    /// The bridge's poll_interval in mode poll; the naive poller rests as long when it found nothing.
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(10..))]
+    pub poll_ms: u32,
+    /// One repeat of 1 + 2 seconds: shows that the bench works, and nothing else.
+    #[arg(long)]
+    pub quick: bool,
+    /// What cargo adds.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+impl Mode {
     pub fn name(self) -> &'static str {
         match self {
             Self::Wal => "wal",
@@ -45,16 +84,7 @@ impl Mode {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Broker {
-    Kafka,
-    Nats,
-    Redis,
-}
-
 impl Broker {
-    const ALL: [Self; 3] = [Self::Kafka, Self::Nats, Self::Redis];
-
     pub fn name(self) -> &'static str {
         match self {
             Self::Kafka => "kafka",
@@ -64,78 +94,51 @@ impl Broker {
     }
 }
 
-/// What to measure.
-#[derive(Clone, Debug)]
-pub struct Plan {
-    pub rate: usize,
-    pub warm_up: Duration,
-    pub measured: Duration,
-    pub repeats: usize,
-    pub modes: Vec<Mode>,
-    pub brokers: Vec<Broker>,
-}
-
-fn plan() -> Plan {
-    let mut plan = Plan {
-        rate: 1000,
-        warm_up: Duration::from_secs(3),
-        measured: Duration::from_secs(12),
-        repeats: 3,
-        modes: Mode::ALL.to_vec(),
-        brokers: Broker::ALL.to_vec(),
-    };
-    let mut arguments = std::env::args().skip(1);
-    while let Some(argument) = arguments.next() {
-        let mut value = || arguments.next().unwrap_or_else(|| panic!("{argument} needs a value"));
-        let names = |value: String| value.split(',').map(str::to_owned).collect::<Vec<_>>();
-        match argument.as_str() {
-            // What cargo itself adds.
-            "--bench" => {}
-            "--quick" => {
-                plan.repeats = 1;
-                plan.warm_up = Duration::from_secs(1);
-                plan.measured = Duration::from_secs(2);
-            }
-            "--rate" => plan.rate = value().parse().expect("events a second"),
-            "--seconds" => plan.measured = Duration::from_secs(value().parse().expect("seconds")),
-            "--repeats" => plan.repeats = value().parse().expect("a number"),
-            "--modes" => {
-                let wanted = names(value());
-                plan.modes.retain(|mode| wanted.iter().any(|name| name == mode.name()));
-            }
-            "--brokers" => {
-                let wanted = names(value());
-                plan.brokers.retain(|broker| wanted.iter().any(|name| name == broker.name()));
-            }
-            other => panic!("{other}: see the head of benches/latency/main.rs"),
+impl Plan {
+    fn from_arguments() -> Self {
+        let mut plan = Self::parse();
+        if plan.quick {
+            (plan.repeats, plan.warm_up, plan.seconds) = (1, 1, 2);
         }
+        plan
     }
-    plan
+
+    pub fn warm_up_events(&self) -> usize {
+        self.rate as usize * self.warm_up as usize
+    }
+
+    pub fn events(&self) -> usize {
+        self.warm_up_events() + self.rate as usize * self.seconds as usize
+    }
 }
 
 fn main() {
-    let plan = plan();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
-    let bench = runtime.block_on(Bench::new(plan.clone()));
-    let mut report = Report::new(&plan, &bench);
-    for repeat in 0..plan.repeats {
-        let ours = runtime.block_on(bench.publish_only(Mode::Wal));
-        let naive = runtime.block_on(bench.publish_only(Mode::Naive));
-        report.baseline(ours, naive);
+    // The naive poller is this program once more, so that its CPU is that of a process, as the bridge's is.
+    if std::env::args().nth(1).as_deref() == Some(naive::COMMAND) {
+        return runtime.block_on(naive::run(std::env::args().skip(2)));
+    }
+    let plan = Plan::from_arguments();
+    runtime.block_on(measure(plan));
+}
+
+async fn measure(plan: Plan) {
+    let bench = Bench::new(plan.clone()).await;
+    let mut report = Report::new(&plan, bench.machine().await);
+    for repeat in 0..plan.repeats as usize {
+        let publishing = bench.publish_only().await;
+        report.published(&publishing);
         for (turn, &broker) in plan.brokers.iter().enumerate() {
-            // Each time in another order: what a neighbour does at one moment must not always hit the same one.
+            // Each time in another order: what a neighbour does at one moment must not always hit the same mode.
             let mut modes = plan.modes.clone();
-            let turn = (repeat + turn) % modes.len();
-            modes.rotate_left(turn);
+            modes.rotate_left((repeat + turn) % plan.modes.len());
             for mode in modes {
-                let alone = if mode == Mode::Naive { naive } else { ours };
-                let sample: Sample = runtime.block_on(bench.measure(mode, broker, alone));
-                eprintln!("{repeat} {:<6} {:<6} {sample}", broker.name(), mode.name());
+                let sample = bench.measure(mode, broker, &publishing).await;
+                eprintln!("{}/{} {:<5} {:<6} {sample}", repeat + 1, plan.repeats, broker.name(), mode.name());
                 report.add(broker, mode, sample);
             }
         }
     }
-    report.print();
-    let file = report.write();
-    println!("written to {file}; medians of {} repeats", plan.repeats);
+    println!("{report}");
+    println!("written to {}", report.write());
 }

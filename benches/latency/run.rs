@@ -1,330 +1,182 @@
-//! One run: a database, a bridge or the naive poller, publishers on a clock, a consumer.
+//! One run: a database, a carrier, a consumer, publishers; and what came of it.
 
 use std::fmt;
-use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use tempfile::TempDir;
-use tokio_postgres::{Client, NoTls};
 use tokio_util::sync::CancellationToken;
 
-use crate::consumers::{self, Arrivals};
+use crate::ledger::{Ledger, quantile};
+use crate::publishers::Publishers;
+use crate::servers::{Database, Server};
 use crate::{Broker, Mode, Plan, naive};
 
-const PUBLISHERS: usize = 8;
-const KEYS: usize = 500;
-const PAYLOAD_BYTES: usize = 300;
+const PUBLISH: &str = "select lanebridge.publish('order.placed', $1::text, $2)";
+/// After the last commit; far above every latency that one would call one.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Ticks of /proc a second, on every Linux that this runs on.
-const TICKS: f64 = 100.0;
 
 pub struct Bench {
     plan: Plan,
-    server: String,
-    /// The pid of the database server's first process.
-    postmaster: u32,
-    pub versions: Vec<String>,
+    server: Server,
+}
+
+/// The server's CPU per event when nothing but publishing goes on.
+#[derive(Clone, Copy, Debug)]
+pub struct Published {
+    pub lanebridge_us: f64,
+    pub naive_us: f64,
 }
 
 /// What one run measured.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Sample {
     pub p50_ms: f64,
     pub p99_ms: f64,
-    pub max_ms: f64,
+    /// From when an event was due to the return of its COMMIT.
+    pub publish_p99_ms: f64,
+    /// Of the server, per event, publishing included.
+    pub server_total_us: f64,
+    /// The same without publishing.
     pub server_us: f64,
+    /// Of the bridge or the naive poller.
     pub bridge_us: f64,
+    /// Events that arrived before their COMMIT had returned.
+    pub early: usize,
+    /// Transactions of other databases during the run; their cost is in the server's CPU.
+    pub foreign: i64,
 }
 
 impl fmt::Display for Sample {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "p50 {:8.2} ms  p99 {:8.2} ms  max {:8.2} ms  server {:6.0} µs  bridge {:6.0} µs",
-            self.p50_ms, self.p99_ms, self.max_ms, self.server_us, self.bridge_us
+            "p50 {:7.2} ms  p99 {:7.2} ms  publish p99 {:7.2} ms  server {:5.0} of {:5.0} µs  bridge {:5.0} µs  early {}  foreign {}",
+            self.p50_ms,
+            self.p99_ms,
+            self.publish_p99_ms,
+            self.server_us,
+            self.server_total_us,
+            self.bridge_us,
+            self.early,
+            self.foreign
         )
     }
 }
 
-pub fn address(name: &str) -> String {
-    std::env::var(name).unwrap_or_else(|_| panic!("{name} is not set; run: make bench-latency"))
-}
-
-async fn connect(url: &str) -> Client {
-    let (client, connection) = tokio_postgres::connect(url, NoTls).await.unwrap();
-    tokio::spawn(connection);
-    client
-}
-
-/// CPU of a process or thread, and of its children that were waited for, in seconds.
-pub fn cpu_seconds(stat: &str) -> (f64, f64) {
-    let text = std::fs::read_to_string(stat).unwrap_or_default();
-    // The name in parentheses may hold anything.
-    let fields: Vec<f64> = text
-        .rsplit_once(") ")
-        .map(|(_, rest)| rest.split_whitespace().skip(11).take(4).map(|field| field.parse().unwrap()).collect())
-        .unwrap_or_default();
-    match fields[..] {
-        [user, system, children_user, children_system] => {
-            ((user + system) / TICKS, (children_user + children_system) / TICKS)
-        }
-        _ => (0.0, 0.0),
-    }
-}
-
-/// CPU of a process and all its children, alive or reaped.
-fn cpu_of_family(first: u32) -> f64 {
-    let (own, reaped) = cpu_seconds(&format!("/proc/{first}/stat"));
-    let mut sum = own + reaped;
-    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
-        let name = entry.file_name();
-        let Some(pid) = name.to_str().filter(|name| name.bytes().all(|b| b.is_ascii_digit())) else { continue };
-        let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        let parent = text.rsplit_once(") ").and_then(|(_, rest)| rest.split_whitespace().nth(1));
-        if parent.and_then(|parent| parent.parse().ok()) == Some(first) {
-            sum += cpu_seconds(&format!("/proc/{pid}/stat")).0;
-        }
-    }
-    sum
-}
-
 impl Bench {
     pub async fn new(plan: Plan) -> Self {
-        let server = address("LB_POSTGRES_URL");
-        let client = connect(&server).await;
-        let text = async |sql: &str| client.query_one(sql, &[]).await.unwrap().get::<_, String>(0);
-        let postmaster = text("select split_part(pg_read_file('postmaster.pid'), e'\\n', 1)").await.parse().unwrap();
-        let versions = vec![text("select split_part(version(), ' on ', 1)").await];
-        Self { plan, server, postmaster, versions }
+        Self { plan, server: Server::find().await }
     }
 
-    fn events(&self) -> usize {
-        let seconds = (self.plan.warm_up + self.plan.measured).as_secs_f64();
-        (seconds * self.plan.rate as f64) as usize
+    /// Machine and versions, in words.
+    pub async fn machine(&self) -> String {
+        let cores = std::thread::available_parallelism().unwrap();
+        let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap();
+        let kib: u64 = meminfo.split_whitespace().nth(1).unwrap().parse().unwrap();
+        let load = std::fs::read_to_string("/proc/loadavg").unwrap();
+        let load = load.split(' ').next().unwrap();
+        let mut versions = vec![self.server.version().await];
+        for broker in &self.plan.brokers {
+            versions.push(broker.version().await);
+        }
+        let build = if cfg!(debug_assertions) { "debug build, so no figure counts" } else { "release build" };
+        format!(
+            "{cores} cores, {} GiB, load {load} at the start; {}; lanebridge {}, {build}",
+            kib / 1024 / 1024,
+            versions.join(", "),
+            env!("CARGO_PKG_VERSION"),
+        )
     }
 
-    /// Seconds of the server's CPU per event for publishing as `mode` does, and nothing else.
-    pub async fn publish_only(&self, mode: Mode) -> f64 {
-        let database = Database::new(&self.server).await;
-        let sql = match mode {
-            Mode::Naive => {
-                connect(&database.url).await.batch_execute(naive::TABLE).await.unwrap();
-                naive::PUBLISH
-            }
-            _ => {
-                // With the handler that the runs have, so that an event costs its delivery.
-                database.run(&database.config("poll", "poll", &sink(Broker::Redis, "none")), &["migrate"]);
-                PUBLISH
-            }
+    fn interval(&self) -> Duration {
+        Duration::from_secs(1).div_f64(self.plan.rate.into())
+    }
+
+    /// Publishes at the same rate into the same tables, with nothing behind them.
+    pub async fn publish_only(&self) -> Published {
+        let database = Database::create(&self.server).await;
+        database.configure(Mode::Poll, &Broker::Redis.toml(&database.name), &self.plan);
+        database.client.batch_execute(naive::TABLE).await.unwrap();
+        let lanebridge_us = self.cost_of(&database, PUBLISH).await;
+        let naive_us = self.cost_of(&database, naive::PUBLISH).await;
+        database.remove().await;
+        Published { lanebridge_us, naive_us }
+    }
+
+    /// Microseconds of the server's CPU per event.
+    async fn cost_of(&self, database: &Database, publish: &str) -> f64 {
+        let ledger = Arc::new(Ledger::new(self.plan.events()));
+        let publishing = Publishers::connect(&database.url, publish).await.start(&ledger, self.interval());
+        tokio::time::sleep(Duration::from_secs(self.plan.warm_up.into())).await;
+        let before = self.server.cpu();
+        publishing.done().await;
+        self.per_event_us(self.server.cpu() - before)
+    }
+
+    fn per_event_us(&self, seconds: f64) -> f64 {
+        seconds * 1e6 / (self.plan.events() - self.plan.warm_up_events()) as f64
+    }
+
+    /// # Panics
+    /// When an event did not come, came twice, or the bridge did not do what the mode says.
+    pub async fn measure(&self, mode: Mode, broker: Broker, published: &Published) -> Sample {
+        let what = format!("{} {}", broker.name(), mode.name());
+        let database = Database::create(&self.server).await;
+        broker.make(&database.name).await;
+        let (publish, publish_us) = if mode == Mode::Naive {
+            database.client.batch_execute(naive::TABLE).await.unwrap();
+            (naive::PUBLISH, published.naive_us)
+        } else {
+            database.configure(mode, &broker.toml(&database.name), &self.plan);
+            (PUBLISH, published.lanebridge_us)
         };
-        let arrivals = Arc::new(Arrivals::new(self.events()));
-        let before = cpu_of_family(self.postmaster);
-        self.publish(&database.url, sql, &arrivals).await;
-        let cpu = cpu_of_family(self.postmaster) - before;
-        database.drop().await;
-        cpu / self.events() as f64
-    }
-
-    pub async fn measure(&self, mode: Mode, broker: Broker, publish_only: f64) -> Sample {
-        let database = Database::new(&self.server).await;
-        let name = database.name.clone();
-        consumers::make(broker, &name).await;
-        let arrivals = Arc::new(Arrivals::new(self.events()));
-        let consuming = tokio::spawn(consumers::consume(broker, name.clone(), Arc::clone(&arrivals)));
+        let ledger = Arc::new(Ledger::new(self.plan.events()));
         let stop = CancellationToken::new();
-        let (mut bridge, mut poller) = (None, None);
-        let publish = match mode {
-            Mode::Naive => {
-                connect(&database.url).await.batch_execute(naive::TABLE).await.unwrap();
-                poller = Some(naive::start(database.url.clone(), broker, name.clone(), stop.clone()));
-                naive::PUBLISH
-            }
-            _ => {
-                let (source, wake_up) = match mode {
-                    Mode::Wal => ("wal", "poll"),
-                    Mode::Notify => ("poll", "notify"),
-                    Mode::Poll | Mode::Naive => ("poll", "poll"),
-                };
-                let config = database.config(source, wake_up, &sink(broker, &name));
-                bridge = Some(database.start(&config, mode).await);
-                PUBLISH
-            }
-        };
-        let server_before = cpu_of_family(self.postmaster);
-        let bridge_cpu = |bridge: &Option<Bridge>| bridge.as_ref().map_or(0.0, |bridge| cpu_of_family(bridge.0.id()));
-        let bridge_before = bridge_cpu(&bridge);
-        let committed = self.publish(&database.url, publish, &arrivals).await;
+        let consumer = tokio::spawn(broker.consume(database.name.clone(), Arc::clone(&ledger), stop.clone()));
+        let mut carrier = database.start(mode, broker, &self.plan).await;
+        let publishers = Publishers::connect(&database.url, publish).await;
+        let foreign_before = database.foreign_transactions().await;
+
+        let publishing = publishers.start(&ledger, self.interval());
+        let start = publishing.start;
+        tokio::time::sleep(Duration::from_secs(self.plan.warm_up.into())).await;
+        let (server_before, carrier_before) = (self.server.cpu(), carrier.cpu());
+        publishing.done().await;
         let deadline = Instant::now() + PATIENCE;
-        while !arrivals.all_came() {
-            assert!(
-                Instant::now() < deadline,
-                "{} {}: {} of {} events never came",
-                broker.name(),
-                mode.name(),
-                arrivals.missing(),
-                self.events()
-            );
+        while ledger.missing() > 0 {
+            assert!(!consumer.is_finished(), "{what}: the consumer ended");
+            carrier.is_well();
+            let late = Instant::now() > deadline;
+            assert!(!late, "{what}: {} of {} events never came: {}", ledger.missing(), ledger.events(), carrier.log());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        database.is_empty(mode).await;
-        let events = self.events() as f64;
-        let server = cpu_of_family(self.postmaster) - server_before;
-        let mut bridge_seconds = bridge_cpu(&bridge) - bridge_before;
-        arrivals.stop.store(true, Ordering::Relaxed);
+        database.drained(mode, &mut carrier).await;
+        let server = self.per_event_us(self.server.cpu() - server_before);
+        let bridge = self.per_event_us(carrier.cpu() - carrier_before);
+
+        let foreign_after = database.foreign_transactions().await;
+        let grown = |(id, after): (&u32, &i64)| after - foreign_before.get(id).unwrap_or(&0);
+        let foreign = foreign_after.iter().map(grown).sum();
+        let stayed = mode == Mode::Naive || database.carries(mode, self.plan.seconds);
+        assert!(stayed, "{what}: the bridge did not stay so: {}", carrier.log());
         stop.cancel();
-        consuming.await.unwrap();
-        if let Some(poller) = poller {
-            bridge_seconds = poller.join().unwrap();
-        }
-        drop(bridge);
-        consumers::remove(broker, &name).await;
-        database.drop().await;
+        consumer.await.unwrap();
+        assert_eq!(ledger.repeated(), 0, "{what}: events came more than once: {}", carrier.log());
+        carrier.stop();
+        broker.remove(&database.name).await;
+        database.remove().await;
 
-        let first = (self.plan.warm_up.as_secs_f64() * self.plan.rate as f64) as usize;
-        let mut latencies: Vec<f64> = (first..self.events())
-            .map(|n| arrivals.of(n).saturating_sub(committed[n].load(Ordering::Relaxed)) as f64 / 1e6)
-            .collect();
-        latencies.sort_unstable_by(f64::total_cmp);
-        let at = |share: f64| latencies[((latencies.len() - 1) as f64 * share) as usize];
+        let first = self.plan.warm_up_events();
+        let latencies = ledger.latencies(first);
         Sample {
-            p50_ms: at(0.5),
-            p99_ms: at(0.99),
-            max_ms: at(1.0),
-            server_us: (server / events - publish_only) * 1e6,
-            bridge_us: bridge_seconds / events * 1e6,
+            p50_ms: quantile(&latencies.sorted_ms, 0.5),
+            p99_ms: quantile(&latencies.sorted_ms, 0.99),
+            publish_p99_ms: quantile(&ledger.delays_ms(first, start, self.interval()), 0.99),
+            server_total_us: server,
+            server_us: server - publish_us,
+            bridge_us: bridge,
+            early: latencies.early,
+            foreign,
         }
-    }
-
-    /// Publishes on the clock; when each commit returned, in nanoseconds since `arrivals.start`.
-    async fn publish(&self, url: &str, sql: &str, arrivals: &Arc<Arrivals>) -> Arc<Vec<AtomicU64>> {
-        let events = self.events();
-        let committed: Arc<Vec<AtomicU64>> = Arc::new((0..events).map(|_| AtomicU64::new(0)).collect());
-        let mut clients = Vec::with_capacity(PUBLISHERS);
-        for _ in 0..PUBLISHERS {
-            let client = connect(url).await;
-            let statement = client.prepare(sql).await.unwrap();
-            clients.push((client, statement));
-        }
-        let start = tokio::time::Instant::now();
-        let every = Duration::from_secs(1).div_f64(self.plan.rate as f64);
-        let mut publishers = tokio::task::JoinSet::new();
-        for (first, (client, statement)) in clients.into_iter().enumerate() {
-            let (committed, arrivals) = (Arc::clone(&committed), Arc::clone(arrivals));
-            publishers.spawn(async move {
-                for n in (first..events).step_by(PUBLISHERS) {
-                    tokio::time::sleep_until(start + every * u32::try_from(n).unwrap()).await;
-                    let head = format!("{{\"n\":{n},\"pad\":\"");
-                    let payload = format!("{head}{}\"}}", "x".repeat(PAYLOAD_BYTES - head.len() - 2));
-                    let key = format!("key-{}", n % KEYS);
-                    client.execute(&statement, &[&payload, &key]).await.unwrap();
-                    committed[n].store(arrivals.now(), Ordering::Relaxed);
-                }
-            });
-        }
-        publishers.join_all().await;
-        committed
-    }
-}
-
-const PUBLISH: &str = "select lanebridge.publish('order.placed', $1::text, $2)";
-
-fn sink(broker: Broker, name: &str) -> String {
-    let (sink, handler) = match broker {
-        Broker::Kafka => {
-            (format!("type = \"kafka\"\nbrokers = \"{}\"", address("LB_KAFKA_BROKERS")), format!("topic = \"{name}\""))
-        }
-        Broker::Nats => {
-            (format!("type = \"nats\"\nurl = \"{}\"", address("LB_NATS_URL")), format!("subject = \"{name}\""))
-        }
-        Broker::Redis => {
-            (format!("type = \"redis\"\nurl = \"{}\"", address("LB_REDIS_URL")), format!("stream = \"{name}\""))
-        }
-    };
-    format!("[sinks.s]\n{sink}\n[handlers.h]\nevents = [\"order.*\"]\nsink = \"s\"\n{handler}\n")
-}
-
-struct Database {
-    server: String,
-    name: String,
-    url: String,
-    folder: TempDir,
-}
-
-struct Bridge(Child);
-
-impl Drop for Bridge {
-    fn drop(&mut self) {
-        let _asked = Command::new("kill").arg(self.0.id().to_string()).status();
-        let _ended = self.0.wait();
-    }
-}
-
-impl Database {
-    async fn new(server: &str) -> Self {
-        let name = format!("bench_{:08x}", rand::random::<u32>());
-        connect(server).await.batch_execute(&format!("create database {name}")).await.unwrap();
-        let url = format!("{}/{name}", server.rsplit_once('/').unwrap().0);
-        Self { server: server.to_owned(), name, url, folder: tempfile::tempdir().unwrap() }
-    }
-
-    fn config(&self, source: &str, wake_up: &str, sinks: &str) -> String {
-        let file = self.folder.path().join("lanebridge.toml").to_str().unwrap().to_owned();
-        let text = format!(
-            "[postgres]\nurl = \"{}\"\n[bridge]\nname = \"bench\"\nsource = \"{source}\"\nwake_up = \"{wake_up}\"\n\
-             [http]\nlisten = \"\"\n{sinks}",
-            self.url
-        );
-        std::fs::write(&file, text).unwrap();
-        file
-    }
-
-    fn command(&self, config: &str, arguments: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_lanebridge"));
-        let log = std::fs::File::create(self.folder.path().join("log")).unwrap();
-        command.arg("-c").arg(config).args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-        command
-    }
-
-    fn log(&self) -> String {
-        std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
-    }
-
-    fn run(&self, config: &str, arguments: &[&str]) {
-        let status = self.command(config, arguments).status().unwrap();
-        assert!(status.success(), "lanebridge {arguments:?}: {}", self.log());
-    }
-
-    /// A bridge that owns its lanes, and streams where it is to.
-    async fn start(&self, config: &str, mode: Mode) -> Bridge {
-        let bridge = Bridge(self.command(config, &["run"]).spawn().unwrap());
-        let ready = match mode {
-            Mode::Wal => "the stream of the write-ahead log is up",
-            _ => "own lanes",
-        };
-        let deadline = Instant::now() + PATIENCE;
-        while !self.log().contains(ready) {
-            assert!(Instant::now() < deadline, "the bridge is not ready: {}", self.log());
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-        bridge
-    }
-
-    /// Returns when every delivery is deleted: the cost of that belongs to the events.
-    async fn is_empty(&self, mode: Mode) {
-        let client = connect(&self.url).await;
-        let sql = match mode {
-            Mode::Naive => "select count(*) from outbox",
-            _ => "select count(*) from lanebridge.deliveries",
-        };
-        while client.query_one(sql, &[]).await.unwrap().get::<_, i64>(0) > 0 {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    }
-
-    async fn drop(self) {
-        let sql = format!("drop database {} with (force)", self.name);
-        connect(&self.server).await.batch_execute(&sql).await.unwrap();
     }
 }

@@ -9,7 +9,7 @@ use rand::{Rng, SeedableRng};
 use tokio_postgres::Client;
 
 use crate::bridge::{BATCH, BATCHES, Setup};
-use crate::consumers::{Destination, jetstream};
+use crate::consumers::{Destination, jetstream_at};
 use crate::drain::{deliveries_left, drained, seed};
 use crate::ledger::judge;
 use crate::proxy::Proxy;
@@ -64,7 +64,7 @@ async fn operate(client: Client, mut rng: StdRng, told: Arc<Told>, stop: Arc<Ato
 }
 
 async fn limit_messages(subject: &str, bytes: i32) {
-    let js = jetstream().await;
+    let js = jetstream_at(&address("LB_NATS_URL")).await;
     let mut config = js.get_stream(subject).await.unwrap().cached_info().config.clone();
     config.max_message_size = bytes;
     js.update_stream(config).await.unwrap();
@@ -82,7 +82,7 @@ async fn sum(client: &Client, action: &str) -> i64 {
 async fn operators_and_kills_lose_and_reorder_nothing() {
     let stage = Stage::new([Destination::nats().await]).await;
     let Stage { database, client, destinations, setup, .. } = &stage;
-    let Destination::Nats { subject } = &destinations[0] else { panic!("it is nats") };
+    let Destination::Nats { subject, .. } = &destinations[0] else { panic!("it is nats") };
     limit_messages(subject, SMALL).await;
     let seed = seed();
     eprintln!("LB_SEED={seed}");
