@@ -11,7 +11,7 @@ use serde_json::json;
 use tokio::sync::{Notify, mpsc};
 use tokio_util::sync::CancellationToken;
 
-use crate::config::{Config, Handler, OnDead, Order, SourceKind, WakeUp};
+use crate::config::{Config, Handler, OnDead, Order, Ownership, SourceKind, WakeUp};
 use crate::db::{self, Client, Connector, Names, Session};
 use crate::dispatch::{self, Ended, Hints, Links, Outlet, Rules, Settings};
 use crate::error::{Class, Error, Result};
@@ -51,9 +51,7 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
     for warning in &config.warnings {
         tracing::warn!("{warning}");
     }
-    // All sessions take the direct way where there is one: locks and LISTEN need it, and the others keep statements
-    // prepared, which a transaction pooler takes away.
-    let connector = Connector::new(&config.postgres, &config.bridge.name)?.direct();
+    let connector = Connector::of(&config)?;
     let names = Names::new(&config.postgres);
     let registered = tokio::select! {
         registered = prepare_with_patience(&config, &connector, &names, options) => registered?,
@@ -78,6 +76,7 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
         connector: connector.clone(),
         names: names.clone(),
         identity,
+        lease: config.bridge.ownership == Ownership::Lease,
         frozen_after: config.bridge.frozen_after,
         tell,
         drained,
@@ -93,6 +92,11 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
         SourceKind::Poll => None,
         // What is due is in the table; making a slot would take longer than reading it.
         _ if options.once => None,
+        // No pooler passes a replication connection on in transaction mode; with "wal" that is refused as a configuration.
+        _ if connector.is_pooled() => {
+            tracing::info!("no way past the pooler is configured (postgres.direct_url); the bridge polls");
+            None
+        }
         kind => Some(wal::start(
             wal::Setup {
                 connector: connector.clone(),

@@ -31,7 +31,9 @@ const IN_DEFAULT: &str = "select count(*) from (select from {schema}.{p}events_d
 
 /// Runs until `stop`.
 pub(crate) async fn run(connector: Connector, names: Names, retention: config::Retention, stop: CancellationToken) {
-    let mut janitor = Janitor { connector, names, retention, session: None, may_vacuum: true, default_rows: 0 };
+    // A vacuum is no part of a transaction, which all is behind a pooler.
+    let may_vacuum = !connector.is_pooled();
+    let mut janitor = Janitor { connector, names, retention, session: None, may_vacuum, default_rows: 0 };
     let mut partitions = tokio::time::interval(PARTITIONS_EVERY);
     partitions.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut vacuum = tokio::time::interval(VACUUM_EVERY);

@@ -74,7 +74,7 @@ impl Doctor {
             let (detail, fix) = warning.split_once("; hint: ").unwrap_or((warning, ""));
             report.add("configuration", "weak", detail, fix);
         }
-        let connector = Connector::new(&config.postgres, &config.bridge.name)?.direct();
+        let connector = Connector::of(config)?;
         // The pooler first: behind one, the settings of a session of ours would stay with the application's.
         let direct = report.take("database", connector.detect_pooler().await);
         let connected = match direct {
@@ -82,7 +82,8 @@ impl Doctor {
             None => None,
         };
         if let Some(client) = connected {
-            report.add("database", "ok", format!("{}; sessions are our own", client.server()), "");
+            let way = if client.is_pooled() { "taken for a pooler" } else { "sessions are our own" };
+            report.add("database", "ok", format!("{}; {way}", client.server()), "");
             let names = Names::new(&config.postgres);
             let current = db::require_current(&client, &names, db::MIGRATIONS).await;
             // Without the right to look, what else is missing would come to light one by one.
@@ -191,6 +192,11 @@ async fn examine(client: &Client, names: &Names, config: &Config, report: &mut R
 /// asked for.
 async fn stream(connector: &Connector, client: &Client, names: &Names, config: &Config, report: &mut Report) {
     if config.bridge.source == SourceKind::Poll {
+        return;
+    }
+    if connector.is_pooled() {
+        let fix = "postgres.direct_url to the server's own port, if there is a way";
+        report.add("stream", "weak", "a pooler passes no stream on; the bridge polls", fix);
         return;
     }
     match wal::can_stream(connector, client, names).await {

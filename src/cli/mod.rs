@@ -164,7 +164,7 @@ impl Session {
 
 /// A session of our own. A pooler is refused first: our settings would stay on a connection that the application uses next.
 async fn connect(config: &Config, purpose: &str) -> Result<db::Client> {
-    let connector = db::Connector::new(&config.postgres, &config.bridge.name)?.direct();
+    let connector = db::Connector::of(config)?;
     connector.detect_pooler().await?;
     connector.connect(purpose, db::Session::Work).await
 }

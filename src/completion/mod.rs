@@ -6,10 +6,8 @@
 
 use std::time::Duration;
 
-use tokio_postgres::Statement;
-
 pub(crate) use crate::db::FENCED;
-use crate::db::{Client, Names, deliveries};
+use crate::db::{Client, Names, Prepared, deliveries};
 use crate::delivery::{DeliveryId, Failure};
 use crate::error::{Error, Result};
 
@@ -19,11 +17,11 @@ pub(crate) const BATCH: usize = 1000;
 /// A session with the writes prepared.
 pub(crate) struct Writer {
     client: Client,
-    complete: Statement,
-    retry: Statement,
-    bury: Statement,
-    record: Statement,
-    clear: Statement,
+    complete: Prepared,
+    retry: Prepared,
+    bury: Prepared,
+    record: Prepared,
+    clear: Prepared,
 }
 
 /// What is to be written, kept until the database said that it was.

@@ -62,7 +62,12 @@ fn read_sections<'a>(report: &'a Report<'a>, document: &'a DeTable<'a>, nothing:
         root.table(key).unwrap_or_else(|| Section::new(report, nothing, 0, key, key))
     };
     let postgres = sections::postgres(section(&mut root, "postgres"));
-    let bridge = sections::bridge(section(&mut root, "bridge"), &postgres.schema, postgres.max_payload_bytes);
+    let bridge = sections::bridge(
+        section(&mut root, "bridge"),
+        &postgres.schema,
+        postgres.max_payload_bytes,
+        postgres.direct_url.is_some(),
+    );
     let wal = sections::wal(section(&mut root, "wal"));
     let http = sections::http(section(&mut root, "http"));
     let retention = sections::retention(section(&mut root, "retention"));

@@ -131,7 +131,8 @@ fn read_url(section: &mut Section<'_>, key: &'static str) -> (String, Option<PgU
 }
 
 /// `schema` is for the default of `ce_source`, `max_payload_bytes` for the rule that one must fit.
-pub(super) fn bridge(mut section: Section<'_>, schema: &str, max_payload_bytes: u32) -> Bridge {
+/// `direct`: whether there is a way past a pooler.
+pub(super) fn bridge(mut section: Section<'_>, schema: &str, max_payload_bytes: u32, direct: bool) -> Bridge {
     let host_name = host_name(&section);
     let name = checked(&mut section, "name", &host_name, validate::bridge_name);
     let source =
@@ -139,9 +140,14 @@ pub(super) fn bridge(mut section: Section<'_>, schema: &str, max_payload_bytes: 
     let wake_up =
         section.choice("wake_up", &[("auto", WakeUp::Auto), ("notify", WakeUp::Notify), ("poll", WakeUp::Poll)]);
     let ownership = section.choice("ownership", &[("advisory", Ownership::Advisory), ("lease", Ownership::Lease)]);
-    if ownership == Some(Ownership::Lease) {
-        let what = "\"lease\" is not built yet; hint: \"advisory\", with postgres.direct_url past the pooler";
-        section.problem(section.at_key("ownership"), "ownership", what);
+    if ownership == Some(Ownership::Lease) && !direct {
+        let hint = "it needs a session of its own, which ownership = \"lease\" does without; hint: postgres.direct_url";
+        if source == Some(SourceKind::Wal) {
+            section.problem(section.at_key("source"), "source", format!("\"wal\": {hint}, or \"auto\""));
+        }
+        if wake_up == Some(WakeUp::Notify) {
+            section.problem(section.at_key("wake_up"), "wake_up", format!("\"notify\": {hint}, or \"auto\""));
+        }
     }
     let poll_interval = section.duration("poll_interval", 10 * MS..=HOUR);
     let sweep_interval = section.duration("sweep_interval", 100 * MS..=HOUR);
@@ -366,16 +372,18 @@ mod tests {
 
     #[test]
     fn what_is_not_built_yet_is_refused_rather_than_ignored() {
-        each_is_refused(&[
-            ("[bridge]\nownership = \"lease\"", "bridge.ownership: \"lease\" is not built yet"),
-            ("[retention]\nhistory = true", "retention.history: true is not built yet"),
-        ]);
+        each_is_refused(&[("[retention]\nhistory = true", "retention.history: true is not built yet")]);
         good("[bridge]\nsource = \"wal\"\nownership = \"advisory\"\n[retention]\nhistory = false");
     }
 
     #[test]
     fn rules_between_keys_state_the_consequence() {
         each_is_refused(&[
+            (
+                "[bridge]\nownership = \"lease\"\nsource = \"wal\"",
+                "bridge.source: \"wal\": it needs a session of its own",
+            ),
+            ("[bridge]\nownership = \"lease\"\nwake_up = \"notify\"", "hint: postgres.direct_url, or \"auto\""),
             ("[bridge]\npoll_interval = \"6s\"", "every poll would read all of its lanes"),
             ("max_payload_bytes = \"2MiB\"\n[bridge]\nmax_in_flight_bytes = \"1MiB\"", "accepted and never sent"),
             (

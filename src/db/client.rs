@@ -5,6 +5,9 @@
 //! I2: the server ends the same statement one second earlier (`statement_timeout`), so that a client deadline
 //! means that the server or the way to it is gone, not that a statement is slow.
 //!
+//! I3: behind a pooler nothing outlives a transaction. Every call is one, with its settings, and no statement has a name:
+//! the next transaction may run on another server connection, where that name is not there, or is somebody else's.
+//!
 //! Dropping a call's future neither cancels its statement nor closes the connection: the next call waits behind
 //! it. Do not race calls in `select!`; let them run into their deadline.
 
@@ -16,8 +19,8 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
-use tokio_postgres::types::ToSql;
-use tokio_postgres::{AsyncMessage, Connection, IsolationLevel, Notification, Row, Statement, ToStatement};
+use tokio_postgres::types::{ToSql, Type};
+use tokio_postgres::{AsyncMessage, Connection, IsolationLevel, Notification, Row, Statement};
 use tokio_util::sync::CancellationToken;
 
 use super::failure::failure;
@@ -32,9 +35,49 @@ pub struct Client {
     inner: tokio_postgres::Client,
     guard: Guard,
     notifications: Option<mpsc::Receiver<Notification>>,
-    /// Behind a pooler a session setting would stay on a server connection that others use next, so each
-    /// transaction sets its own.
-    local_settings: Option<String>,
+    /// Behind a pooler: the beginning of every transaction, with its settings.
+    begin: Option<String>,
+}
+
+/// A statement that [`Client::prepare`] made: kept by the server, or sent with every call behind a pooler.
+#[derive(Clone, Debug)]
+pub enum Prepared {
+    Kept(Statement),
+    Text(String),
+}
+
+/// What can be called: text, or what was prepared.
+pub trait Callable: Sync {
+    #[doc(hidden)]
+    fn sql(&self) -> Sql<'_>;
+}
+
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug)]
+pub enum Sql<'a> {
+    Kept(&'a Statement),
+    Text(&'a str),
+}
+
+impl Callable for str {
+    fn sql(&self) -> Sql<'_> {
+        Sql::Text(self)
+    }
+}
+
+impl Callable for String {
+    fn sql(&self) -> Sql<'_> {
+        Sql::Text(self)
+    }
+}
+
+impl Callable for Prepared {
+    fn sql(&self) -> Sql<'_> {
+        match self {
+            Prepared::Kept(statement) => Sql::Kept(statement),
+            Prepared::Text(sql) => Sql::Text(sql),
+        }
+    }
 }
 
 /// An open transaction; dropping it rolls back.
@@ -62,30 +105,39 @@ macro_rules! calls {
         /// The server's answer, a lost connection, or no answer within the deadline.
         pub async fn query(
             &self,
-            statement: &(impl ToStatement + ?Sized + Sync),
+            statement: &(impl Callable + ?Sized),
             params: &[&(dyn ToSql + Sync)],
         ) -> Result<Vec<Row>> {
-            self.run(self.inner.query(statement, params)).await
+            match statement.sql() {
+                Sql::Kept(statement) => self.run(self.inner.query(statement, params)).await,
+                Sql::Text(sql) => self.run(self.whole(Box::pin(self.inner.query_typed(sql, &typed(params))))).await,
+            }
         }
 
         /// # Errors
         /// As `query`; more than one row is a failure.
         pub async fn query_opt(
             &self,
-            statement: &(impl ToStatement + ?Sized + Sync),
+            statement: &(impl Callable + ?Sized),
             params: &[&(dyn ToSql + Sync)],
         ) -> Result<Option<Row>> {
-            self.run(self.inner.query_opt(statement, params)).await
+            match statement.sql() {
+                Sql::Kept(statement) => self.run(self.inner.query_opt(statement, params)).await,
+                Sql::Text(sql) => self.run(self.whole(Box::pin(self.inner.query_typed_opt(sql, &typed(params))))).await,
+            }
         }
 
         /// # Errors
         /// As `query`; any other number of rows than one is a failure.
         pub async fn query_one(
             &self,
-            statement: &(impl ToStatement + ?Sized + Sync),
+            statement: &(impl Callable + ?Sized),
             params: &[&(dyn ToSql + Sync)],
         ) -> Result<Row> {
-            self.run(self.inner.query_one(statement, params)).await
+            match statement.sql() {
+                Sql::Kept(statement) => self.run(self.inner.query_one(statement, params)).await,
+                Sql::Text(sql) => self.run(self.whole(Box::pin(self.inner.query_typed_one(sql, &typed(params))))).await,
+            }
         }
 
         /// How many rows the statement touched.
@@ -94,10 +146,13 @@ macro_rules! calls {
         /// As `query`.
         pub async fn execute(
             &self,
-            statement: &(impl ToStatement + ?Sized + Sync),
+            statement: &(impl Callable + ?Sized),
             params: &[&(dyn ToSql + Sync)],
         ) -> Result<u64> {
-            self.run(self.inner.execute(statement, params)).await
+            match statement.sql() {
+                Sql::Kept(statement) => self.run(self.inner.execute(statement, params)).await,
+                Sql::Text(sql) => self.run(self.whole(Box::pin(self.inner.execute_typed(sql, &typed(params))))).await,
+            }
         }
 
         /// Runs any number of statements without parameters, all within one deadline.
@@ -106,12 +161,6 @@ macro_rules! calls {
         /// As `query`.
         pub async fn batch_execute(&self, sql: &str) -> Result<()> {
             self.run(self.inner.batch_execute(sql)).await
-        }
-
-        /// # Errors
-        /// As `query`.
-        pub async fn prepare(&self, sql: &str) -> Result<Statement> {
-            self.run(self.inner.prepare(sql)).await
         }
 
         /// Runs calls on the client itself under this session's deadline, several of them pipelined when the
@@ -155,7 +204,9 @@ impl Client {
         let reason = Arc::new(OnceLock::new());
         let task = tokio::spawn(drive(connection, sender, Arc::clone(&reason), closed.clone())).abort_handle();
         let guard = Guard { server, deadline, closed, reason, task };
-        Self { inner, guard, notifications: Some(notifications), local_settings }
+        let begin =
+            local_settings.map(|settings| format!("begin isolation level read committed read write;{settings}"));
+        Self { inner, guard, notifications: Some(notifications), begin }
     }
 
     /// The client itself, for calls that go through [`Client::run`].
@@ -183,19 +234,48 @@ impl Client {
         self.notifications.take()
     }
 
-    /// Starts a READ COMMITTED transaction, whatever the role's default is (H66).
+    /// Starts a READ COMMITTED transaction that may write, whatever the role's defaults are (H66).
     ///
     /// # Errors
     /// As [`Client::query`].
     pub async fn transaction(&mut self) -> Result<Transaction<'_>> {
         let guard = &self.guard;
-        let start = self.inner.build_transaction().isolation_level(IsolationLevel::ReadCommitted).start();
+        let start =
+            self.inner.build_transaction().isolation_level(IsolationLevel::ReadCommitted).read_only(false).start();
         let inner = guard.run(guard.deadline, start).await?;
         let transaction = Transaction { inner, guard };
-        if let Some(settings) = &self.local_settings {
+        if let Some((_, settings)) = self.begin.as_ref().and_then(|begin| begin.split_once(';')) {
             transaction.batch_execute(settings).await?;
         }
         Ok(transaction)
+    }
+
+    /// # Errors
+    /// As `query`; behind a pooler none, until it is called.
+    pub async fn prepare(&self, sql: &str) -> Result<Prepared> {
+        match self.begin {
+            Some(_) => Ok(Prepared::Text(sql.to_owned())),
+            None => self.run(self.inner.prepare(sql)).await.map(Prepared::Kept),
+        }
+    }
+
+    /// True behind a pooler: every call is a transaction of its own.
+    pub fn is_pooled(&self) -> bool {
+        self.begin.is_some()
+    }
+
+    /// I3. All of it is sent at once: a call that is dropped leaves no transaction open. A failed statement makes the commit
+    /// a rollback.
+    async fn whole<T>(
+        &self,
+        call: impl Future<Output = Result<T, tokio_postgres::Error>>,
+    ) -> Result<T, tokio_postgres::Error> {
+        let Some(begin) = &self.begin else { return call.await };
+        let (begin, commit) = (self.inner.batch_execute(begin), self.inner.batch_execute("commit"));
+        let (begun, answer, ended) = Box::pin(futures_util::future::join3(begin, call, commit)).await;
+        begun?;
+        let answer = answer?;
+        ended.map(|()| answer)
     }
 
     calls!();
@@ -231,9 +311,50 @@ impl Transaction<'_> {
 
     calls!();
 
+    async fn whole<T>(
+        &self,
+        call: impl Future<Output = Result<T, tokio_postgres::Error>>,
+    ) -> Result<T, tokio_postgres::Error> {
+        call.await
+    }
+
     fn guard(&self) -> &Guard {
         self.guard
     }
+}
+
+/// What a parameter of ours may be, the usual ones first.
+const TYPES: [Type; 16] = [
+    Type::INT8,
+    Type::INT4,
+    Type::INT2,
+    Type::TEXT,
+    Type::BOOL,
+    Type::INT8_ARRAY,
+    Type::INT4_ARRAY,
+    Type::INT2_ARRAY,
+    Type::TEXT_ARRAY,
+    Type::BOOL_ARRAY,
+    Type::TIMESTAMPTZ,
+    Type::TIMESTAMPTZ_ARRAY,
+    Type::FLOAT8,
+    Type::JSONB,
+    Type::JSONB_ARRAY,
+    Type::BYTEA,
+];
+
+/// Parameters with their types, so that no statement need be prepared to learn them. A value encodes as one of them only.
+fn typed<'a>(params: &[&'a (dyn ToSql + Sync)]) -> Vec<(&'a (dyn ToSql + Sync), Type)> {
+    let mut encoded = bytes::BytesMut::new();
+    let mut of = |param: &(dyn ToSql + Sync)| {
+        let mut fits = |ty: &&Type| {
+            encoded.clear();
+            param.to_sql_checked(ty, &mut encoded).is_ok()
+        };
+        // Of a type that is none of ours the server decides, and the call fails if it decides otherwise.
+        TYPES.iter().find(|ty| fits(ty)).cloned().unwrap_or(Type::UNKNOWN)
+    };
+    params.iter().map(|param| (*param, of(*param))).collect()
 }
 
 impl Guard {

@@ -19,7 +19,7 @@ use tokio_postgres_rustls::MakeRustlsConnect;
 use super::client::Client;
 use super::failure::failure;
 use super::replication::{Login, Replication};
-use super::session::{Session, check_server, sessions_are_shared, settings, settings_sql};
+use super::session::{Session, check_server, local_settings_sql, sessions_are_shared, settings, settings_sql};
 use super::tls::{Progress, Step, Watched, client_config};
 use crate::config::pg_url::{PgUrl, SslMode};
 use crate::config::{self, Secret};
@@ -82,9 +82,26 @@ impl Connector {
         Self { direct: true, pooled: self.pooled && self.shared.direct.is_none(), ..self.clone() }
     }
 
-    /// For `ownership = "lease"` without a `direct_url`: nothing is set for a session, only for transactions.
+    /// The way that the bridge and the commands take: `direct_url` where there is one, since locks and LISTEN need it and
+    /// a transaction pooler keeps no statement prepared. With `ownership = "lease"` and no such way, whatever `url` leads
+    /// to is taken for a pooler.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn of(config: &config::Config) -> Result<Self> {
+        let way = Self::new(&config.postgres, &config.bridge.name)?.direct();
+        let leased = config.bridge.ownership == config::Ownership::Lease;
+        Ok(if leased && config.postgres.direct_url.is_none() { way.behind_pooler() } else { way })
+    }
+
+    /// Nothing is set for a session, only for transactions.
     pub fn behind_pooler(&self) -> Self {
         Self { pooled: true, ..self.clone() }
+    }
+
+    /// Sessions are not our own.
+    pub fn is_pooled(&self) -> bool {
+        self.pooled
     }
 
     fn target(&self) -> &PgUrl {
@@ -260,14 +277,14 @@ impl Connector {
             Err(_) => return Err(self.out_of_time(step(&progress, &server, &target.user))),
         };
         let settings = settings(session, self.shared.statement_timeout);
-        let local = self.pooled.then(|| settings_sql("SET LOCAL", &settings));
+        let local = self.pooled.then(|| local_settings_sql(&settings));
         let deadline = self.shared.statement_timeout + GRACE;
         let client = Client::start(inner, connection, server.clone(), deadline, local);
 
         let set_up = async {
             check_server(&client, &server).await?;
             if !self.pooled && !settings.is_empty() {
-                client.batch_execute(&settings_sql("SET", &settings)).await?;
+                client.batch_execute(&settings_sql(&settings)).await?;
             }
             Ok(())
         };
@@ -282,13 +299,16 @@ impl Connector {
         Error::transient(format!("{what}: no answer within {:?}", self.shared.connect_timeout))
     }
 
-    /// Passes when this connector leads to sessions of its own. Behind PgBouncer's transaction mode a lock belongs to
+    /// Passes when this connector leads to sessions of its own, or does without. Behind PgBouncer's transaction mode a lock belongs to
     /// a server connection that everybody shares: two bridges both got it, and after both left it stayed (H48).
     ///
     /// # Errors
     /// A pooler (class `Failure`), or whatever ends a connect.
     pub async fn detect_pooler(&self) -> Result<()> {
-        let probe = Self { pooled: false, ..self.clone() };
+        if self.pooled {
+            return Ok(());
+        }
+        let probe = self;
         let one = probe.connect("probe", Session::Probe).await?;
         let two = probe.connect("probe", Session::Probe).await?;
         if sessions_are_shared(&one, &two).await? {
@@ -297,7 +317,10 @@ impl Connector {
                  so locks and LISTEN do not work there",
                 one.server()
             ))
-            .hint("set direct_url to the server's own port"));
+            .hint(
+                "set direct_url to the server's own port, or, if there is no way past the pooler, \
+                 [bridge] ownership = \"lease\"",
+            ));
         }
         Ok(())
     }

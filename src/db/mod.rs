@@ -17,7 +17,7 @@ mod replication;
 mod session;
 mod tls;
 
-pub use client::{Client, Transaction};
+pub use client::{Client, Prepared, Transaction};
 pub use connect::Connector;
 pub(crate) use failure::FENCED;
 pub use failure::sqlstate;

@@ -6,7 +6,7 @@
 pub(crate) const BRIDGES: &str = "
 select b.name, b.instance, b.epoch, b.version,
        (select count(*) from {schema}.{p}lanes l where l.epoch = b.epoch) as lanes,
-       exists (select from pg_stat_activity a where a.pid = b.lock_pid) as alive,
+       {schema}.{p}lives(b.lock_pid) as alive,
        extract(epoch from clock_timestamp() - b.started_at)::bigint as seconds,
        coalesce(b.source, 'poll') as source,
        extract(epoch from clock_timestamp() - coalesce(b.source_since, b.started_at))::bigint as source_seconds,
@@ -143,7 +143,7 @@ select format('GRANT EXECUTE ON FUNCTION %s TO %I;', p.oid::regprocedure, curren
    and p.proname in (select '{p_text}' || f from unnest(array['fence', 'register_bridge', 'heartbeat', 'listening', 'lock_lanes', 'peers', 'release_lanes', 'unlock_lanes', 'end_frozen', 'take_lanes',
        'leave', 'complete', 'retry', 'bury', 'promote', 'register_handlers', 'requeue', 'skip', 'operate', 'matching', 'count_matching', 'states_of', 'filter_problem',
        'ensure_partitions', 'drop_partitions', 'channel', 'canary', 'report_source',
-       'left_behind', 'suspects', 'record_suspects', 'clear_suspects', 'here', 'settle']) f)
+       'left_behind', 'suspects', 'record_suspects', 'clear_suspects', 'here', 'settle', 'lives', 'register_lease', 'lease_lanes']) f)
    and not has_function_privilege(p.oid, 'EXECUTE')";
 
 /// The owner of the tables, when it is neither the bridge's role nor one that it is a member of: only an owner makes and

@@ -30,14 +30,21 @@ pub enum Session {
     Probe,
 }
 
-pub(super) fn settings_sql(set: &str, settings: &[(&'static str, String)]) -> String {
-    let set_all = settings.iter().map(|(name, value)| format!("{set} {name} = {value};"));
+/// For a session of our own.
+pub(super) fn settings_sql(settings: &[(&'static str, String)]) -> String {
+    let set_all = settings.iter().map(|(name, value)| format!("SET {name} = {value};"));
     // PostgreSQL 17 has one more limit that a role may bring along; older servers do not know its name.
-    let local = set == "SET LOCAL";
-    let newer = format!(
-        "SELECT pg_catalog.set_config(name, '0', {local}) FROM pg_catalog.pg_settings WHERE name = 'transaction_timeout';"
-    );
-    set_all.chain([newer]).collect()
+    let newer = "SELECT pg_catalog.set_config(name, '0', false) FROM pg_catalog.pg_settings WHERE name = 'transaction_timeout';";
+    set_all.chain([newer.to_owned()]).collect()
+}
+
+/// For the start of each transaction behind a pooler: what matters within one, in few bytes. The transaction itself says
+/// what is only a default for it, and the pooler keeps its own connections alive.
+pub(super) fn local_settings_sql(settings: &[(&'static str, String)]) -> String {
+    let within = settings.iter().filter(|(name, _)| {
+        !name.starts_with("tcp_") && !name.starts_with("default_") && !name.starts_with("idle_session")
+    });
+    within.map(|(name, value)| format!("SET LOCAL {name} = {value};")).collect()
 }
 
 /// Every setting our statements rely on, values as SQL. A role's or a database's own defaults must never decide (I2).
@@ -234,7 +241,10 @@ mod tests {
         let transaction = client.transaction().await.unwrap();
         assert_eq!(transaction.query_one(sql, &[]).await.unwrap().get::<_, &str>(0), "off");
         transaction.commit().await.unwrap();
-        assert_eq!(client.query_one(sql, &[]).await.unwrap().get::<_, &str>(0), "on");
+        assert_eq!(ask(&client, sql).await.unwrap(), "on");
+        // A single call is a transaction too.
+        assert_eq!(client.query_one(sql, &[]).await.unwrap().get::<_, &str>(0), "off");
+        assert_eq!(ask(&client, sql).await.unwrap(), "on");
     }
 
     #[tokio::test]

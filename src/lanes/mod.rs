@@ -1,9 +1,11 @@
-//! Ownership of lanes: a session advisory lock per lane on one pinned session, an epoch that fences, a heartbeat.
+//! Ownership of lanes: a session advisory lock per lane on one pinned session, an epoch that fences, a heartbeat. By lease
+//! the heartbeat takes the place of the locks, and the session that of any connection.
 //!
 //! I1: a lane is announced as gained only after its lock is held, its former owner is fenced and the new owner is
-//! committed, in that order (H54). I2: when the session cannot be proven alive within [`LIVENESS`], every lane is
-//! announced as lost; locks live and die with the session, so they are lost together.
-//! Never: the session runs nothing else, and it never goes through a pool.
+//! committed, in that order (H54). I2: when no heartbeat is answered for [`Setup::limit`], every lane is announced as lost;
+//! locks live and die with the session, so they are lost together. A lease is up only when others saw its heartbeat
+//! stand still for `frozen_after`, at least twice as long, and they began to count later than we did (H36).
+//! Never: the session of the locks runs nothing else, and it never goes through a pool.
 
 mod share;
 
@@ -11,18 +13,17 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior};
-use tokio_postgres::Statement;
 use tokio_util::sync::CancellationToken;
 
 use share::{Moves, Peer, Watch, share, surplus};
 
-use crate::db::{Client, Connector, FENCED, Names, Session, sqlstate};
+use crate::db::{Client, Connector, FENCED, Names, Prepared, Session, sqlstate};
 use crate::delivery::DeliveryId;
 use crate::error::{Error, Result};
 
 /// Between two proofs that the locks are held.
 const HEARTBEAT: Duration = Duration::from_secs(1);
-/// A heartbeat that takes longer counts as a lost session.
+/// Without an answer to a heartbeat for longer the session counts as lost.
 const LIVENESS: Duration = Duration::from_secs(5);
 /// First and longest wait before registering again after a loss; doubled in between. Short, since nothing is delivered
 /// meanwhile.
@@ -32,10 +33,13 @@ const LAST_LANE: i16 = 255;
 
 /// $1 name, $2 instance, $3 version.
 const REGISTER: &str = "select {schema}.{p}register_bridge($1, $2, $3)";
+const REGISTER_LEASE: &str = "select {schema}.{p}register_lease($1, $2, $3)";
 /// $1 lanes, $2 most.
 const LOCK: &str = "select * from {schema}.{p}lock_lanes($1, $2)";
 /// $1 epoch, $2 lanes.
 const TAKE: &str = "select {schema}.{p}take_lanes($1, $2)";
+/// $1 epoch, $2 lanes, $3 most.
+const LEASE: &str = "select lane, left_behind from {schema}.{p}lease_lanes($1, $2, $3)";
 /// $1 epoch, $2 lanes; before `TAKE`.
 const LEFT_BEHIND: &str = "select {schema}.{p}left_behind($1, $2)";
 /// $1 lanes.
@@ -109,12 +113,21 @@ pub(crate) struct Setup {
     pub connector: Connector,
     pub names: Names,
     pub identity: Identity,
+    /// By lease instead of locks.
+    pub lease: bool,
     /// A bridge whose heartbeat stands still for so long is ended.
     pub frozen_after: Duration,
     /// Where news goes.
     pub tell: mpsc::Sender<Ownership>,
     /// Lanes that dispatch drained after [`Ownership::Release`].
     pub drained: mpsc::UnboundedReceiver<Vec<i16>>,
+}
+
+impl Setup {
+    /// How long lanes are ours after a heartbeat was sent that was answered.
+    fn limit(&self) -> Duration {
+        if self.lease { LIVENESS.min(self.frozen_after / 2) } else { LIVENESS }
+    }
 }
 
 /// Holds a fair share of the lanes until `stop`, then gives them back; reconnects by itself. `stop` is for after the
@@ -170,10 +183,12 @@ async fn term(setup: &mut Setup, stop: &CancellationToken) -> Result<()> {
             }
             _ = ticks.tick() => {}
         }
-        let peers = term.peers().await?;
-        let (gained, mut left) = term.take(&peers, &setup.names).await?;
-        left.last_seq = term.beat(&setup.tell).await?;
-        let mut news = Vec::new();
+        let limit = setup.limit();
+        let Ok(round) = tokio::time::timeout_at(term.proven + limit, term.round(&setup.names)).await else {
+            return Err(Error::transient(format!("no answer to a heartbeat within {limit:?}")));
+        };
+        let Round { peers, gained, left, mark } = round?;
+        let mut news = vec![mark];
         if !gained.is_empty() {
             news.push(Ownership::Gained { epoch: term.epoch, lanes: gained, left });
         }
@@ -203,6 +218,14 @@ async fn term(setup: &mut Setup, stop: &CancellationToken) -> Result<()> {
     Ok(())
 }
 
+/// What a heartbeat brought.
+struct Round {
+    peers: Peers,
+    gained: Vec<i16>,
+    left: LeftBehind,
+    mark: Ownership,
+}
+
 /// The other bridges, and ours, at one moment.
 struct Peers {
     all: Vec<Peer>,
@@ -213,37 +236,45 @@ struct Peers {
 /// A registered session and what it holds.
 struct Term {
     session: Client,
+    lease: bool,
     epoch: i64,
+    /// When the last heartbeat was sent that was answered.
+    proven: Instant,
     held: Vec<i16>,
     /// Given up, and not drained yet.
     leaving: Vec<i16>,
     moves: Moves,
     watch: Watch,
-    lock: Statement,
-    take: Statement,
-    release: Statement,
-    unlock: Statement,
-    heartbeat: Statement,
-    peers: Statement,
-    end_frozen: Statement,
+    lock: Prepared,
+    lease_lanes: Prepared,
+    take: Prepared,
+    release: Prepared,
+    unlock: Prepared,
+    heartbeat: Prepared,
+    peers: Prepared,
+    end_frozen: Prepared,
 }
 
 impl Term {
     async fn begin(setup: &mut Setup) -> Result<Self> {
         let session = setup.connector.connect("lock", Session::Lock).await?;
         let Identity { name, instance } = &setup.identity;
-        let register = setup.names.render(REGISTER);
+        let register = setup.names.render(if setup.lease { REGISTER_LEASE } else { REGISTER });
+        let proven = Instant::now();
         let epoch: i64 = one(session.query_one(&register, &[name, instance, &env!("CARGO_PKG_VERSION")]).await?)?;
         // Words of an earlier term are about lanes that are lost.
         while setup.drained.try_recv().is_ok() {}
         let prepare = async |sql: &str| session.prepare(&setup.names.render(sql)).await;
         Ok(Self {
+            lease: setup.lease,
             epoch,
+            proven,
             held: Vec::new(),
             leaving: Vec::new(),
             moves: Moves::new(Instant::now().into_std()),
             watch: Watch::default(),
             lock: prepare(LOCK).await?,
+            lease_lanes: prepare(LEASE).await?,
             take: prepare(TAKE).await?,
             release: prepare(RELEASE).await?,
             unlock: prepare(UNLOCK).await?,
@@ -252,6 +283,15 @@ impl Term {
             end_frozen: prepare(END_FROZEN).await?,
             session,
         })
+    }
+
+    /// Looks around, takes what is free and ours to take, and proves that all of it is.
+    async fn round(&mut self, names: &Names) -> Result<Round> {
+        let peers = self.peers().await?;
+        let (gained, mut left) = self.take(&peers, names).await?;
+        let (last_seq, mark) = self.beat().await?;
+        left.last_seq = last_seq;
+        Ok(Round { peers, gained, left, mark })
     }
 
     async fn peers(&self) -> Result<Peers> {
@@ -286,18 +326,13 @@ impl Term {
         // In another order at every bridge, so that two that look for lanes at once do not try the same ones.
         let begin = usize::try_from(self.epoch).unwrap_or(0) * 37 % wanted.len().max(1);
         wanted.rotate_left(begin);
-        let rows = self.session.query(&self.lock, &[&wanted, &i32::try_from(most).unwrap_or(i32::MAX)]).await?;
-        let mut gained = Vec::with_capacity(rows.len());
-        for row in rows {
-            gained.push(one::<i16>(row)?);
-        }
+        let most = i32::try_from(most).unwrap_or(i32::MAX);
+        let gained = if self.lease {
+            self.lease(&wanted, most, &mut left).await?
+        } else {
+            self.lock(&wanted, most, &mut left, names).await?
+        };
         if !gained.is_empty() {
-            let behind = names.render(LEFT_BEHIND);
-            left.lanes = one(self.session.query_one(&behind, &[&self.epoch, &gained]).await?)?;
-            let fenced: Vec<i64> = one(self.session.query_one(&self.take, &[&self.epoch, &gained]).await?)?;
-            if !fenced.is_empty() {
-                tracing::info!(epoch = self.epoch, fenced = ?fenced, lanes = gained.len(), "took over lanes of a bridge that left without saying so");
-            }
             for row in self.session.query(&names.render(SUSPECTS), &[&gained]).await? {
                 left.records.push(record(&row)?);
             }
@@ -306,6 +341,42 @@ impl Term {
             tracing::info!(epoch = self.epoch, lanes = self.held.len(), "own lanes");
         }
         Ok((gained, left))
+    }
+
+    /// Those whose locks were free; a bridge that is gone is fenced before its lanes are ours.
+    async fn lock(&self, wanted: &[i16], most: i32, left: &mut LeftBehind, names: &Names) -> Result<Vec<i16>> {
+        let rows = self.session.query(&self.lock, &[&wanted, &most]).await?;
+        let gained = rows.into_iter().map(one).collect::<Result<Vec<i16>>>()?;
+        if !gained.is_empty() {
+            let behind = names.render(LEFT_BEHIND);
+            left.lanes = one(self.session.query_one(&behind, &[&self.epoch, &gained]).await?)?;
+            let fenced: Vec<i64> = one(self.session.query_one(&self.take, &[&self.epoch, &gained]).await?)?;
+            if !fenced.is_empty() {
+                tracing::info!(epoch = self.epoch, fenced = ?fenced, lanes = gained.len(), "took over lanes of a bridge that left without saying so");
+            }
+        }
+        Ok(gained)
+    }
+
+    /// Those that nobody holds; the same in one transaction.
+    async fn lease(&self, wanted: &[i16], most: i32, left: &mut LeftBehind) -> Result<Vec<i16>> {
+        let broken = |source| Error::new("read the leased lanes").source_is(source);
+        let mut gained = Vec::new();
+        for row in self.session.query(&self.lease_lanes, &[&self.epoch, &wanted, &most]).await? {
+            let lane = row.try_get(0).map_err(broken)?;
+            gained.push(lane);
+            if row.try_get(1).map_err(broken)? {
+                left.lanes.push(lane);
+            }
+        }
+        if !left.lanes.is_empty() {
+            tracing::info!(
+                epoch = self.epoch,
+                lanes = left.lanes.len(),
+                "took over lanes of a bridge that left without saying so"
+            );
+        }
+        Ok(gained)
     }
 
     /// Lanes that others lack, to be drained.
@@ -325,7 +396,9 @@ impl Term {
     async fn release(&mut self, lanes: &[i16]) -> Result<()> {
         let lanes: Vec<i16> = lanes.iter().copied().filter(|lane| self.leaving.contains(lane)).collect();
         self.session.execute(&self.release, &[&self.epoch, &lanes]).await?;
-        self.session.execute(&self.unlock, &[&lanes]).await?;
+        if !self.lease {
+            self.session.execute(&self.unlock, &[&lanes]).await?;
+        }
         self.held.retain(|lane| !lanes.contains(lane));
         self.leaving.retain(|lane| !lanes.contains(lane));
         tracing::info!(epoch = self.epoch, lanes = self.held.len(), "own lanes");
@@ -356,28 +429,23 @@ impl Term {
 }
 
 impl Term {
-    /// One proof that the locks are still this session's; the last seq that was given to an event.
-    async fn beat(&self, tell: &mpsc::Sender<Ownership>) -> Result<i64> {
-        let (epoch, held) = (self.epoch, self.held.len());
-        let row = tokio::time::timeout(LIVENESS, self.session.query_one(&self.heartbeat, &[&epoch]))
-            .await
-            .map_err(|_| Error::transient(format!("no answer to a heartbeat within {LIVENESS:?}")))??;
+    /// One proof that the lanes are still ours; the last seq that was given to an event, and the mark of that moment.
+    async fn beat(&mut self) -> Result<(i64, Ownership)> {
+        let (epoch, held, sent) = (self.epoch, self.held.len(), Instant::now());
+        let row = self.session.query_one(&self.heartbeat, &[&epoch]).await?;
         let broken = |source| Error::new("read a heartbeat").source_is(source);
         let alive: bool = row.try_get(0).map_err(broken)?;
         let locks: i32 = row.try_get(1).map_err(broken)?;
         if !alive {
             return Err(Error::transient(format!("epoch {epoch} was fenced by another bridge")));
         }
-        if usize::try_from(locks).ok() != Some(held) {
+        if !self.lease && usize::try_from(locks).ok() != Some(held) {
             return Err(Error::transient(format!("the session holds {locks} lane locks of {held}"))
                 .hint("something ran DISCARD ALL or pg_advisory_unlock_all on it, or a pooler is in between"));
         }
+        self.proven = sent;
         let last_seq = row.try_get(2).map_err(broken)?;
-        let mark = Ownership::Mark { last_seq, xid: row.try_get(3).map_err(broken)? };
-        if tell.send(mark).await.is_err() {
-            tracing::debug!("nobody listens to marks any more");
-        }
-        Ok(last_seq)
+        Ok((last_seq, Ownership::Mark { last_seq, xid: row.try_get(3).map_err(broken)? }))
     }
 }
 

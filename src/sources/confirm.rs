@@ -5,10 +5,8 @@
 
 use std::sync::Arc;
 
-use tokio_postgres::Statement;
-
 use super::Row;
-use crate::db::{Client, Names, deliveries};
+use crate::db::{Client, Names, Prepared, deliveries};
 use crate::delivery::Parcel;
 use crate::error::{Error, Result};
 use crate::event::{Event, Payload, PayloadFormat};
@@ -16,7 +14,7 @@ use crate::event::{Event, Payload, PayloadFormat};
 /// A session with the statement prepared; several calls at once share it as a pipeline.
 pub(crate) struct Confirmer {
     client: Client,
-    confirm: Statement,
+    confirm: Prepared,
 }
 
 /// What the read said of one row.

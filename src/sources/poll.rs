@@ -2,19 +2,18 @@
 
 use std::time::Instant;
 
-use tokio_postgres::Statement;
 use tokio_postgres::types::ToSql;
 
 use super::{Ask, Page, Row};
-use crate::db::{Client, Names, deliveries};
+use crate::db::{Client, Names, Prepared, deliveries};
 use crate::delivery::DeliveryId;
 use crate::error::{Error, Result};
 
 /// A session with the poll's statements prepared.
 pub(crate) struct Poller {
     client: Client,
-    poll: Statement,
-    promote: Statement,
+    poll: Prepared,
+    promote: Prepared,
 }
 
 /// Deliveries of one lane and handler whose time had come; they are read again from `first_seq` on.

@@ -13,6 +13,7 @@ mod crashes;
 mod drain;
 mod durability;
 mod injuries;
+mod leases;
 mod ledger;
 mod logins;
 mod matrix;

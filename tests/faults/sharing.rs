@@ -15,7 +15,7 @@ use crate::publishers::{Load, publish};
 use crate::services::eventually;
 use crate::stage::Stage;
 
-const SOON: Duration = Duration::from_secs(60);
+pub const SOON: Duration = Duration::from_secs(60);
 
 /// Lanes per live bridge, most first.
 async fn shares(client: &Client) -> Vec<i64> {
@@ -28,7 +28,7 @@ async fn owners(client: &Client, sql: &str) -> BTreeMap<i16, i64> {
     client.query(sql, &[]).await.unwrap().iter().map(|row| (row.get(0), row.get(1))).collect()
 }
 
-async fn share_as(client: &Client, expected: &[i64]) {
+pub async fn share_as(client: &Client, expected: &[i64]) {
     eventually(&format!("the shares are {expected:?}"), SOON, || async { shares(client).await == expected }).await;
 }
 
