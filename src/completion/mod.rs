@@ -48,6 +48,8 @@ pub(crate) struct Refusal {
 #[derive(Clone, Debug)]
 pub(crate) struct Burial {
     pub id: DeliveryId,
+    /// As the poll saw it: one that was requeued since is not buried.
+    pub generation: i32,
     /// `rejected` or `refused`.
     pub outcome: &'static str,
     pub failure: Failure,
@@ -175,10 +177,13 @@ impl Writer {
 
     async fn bury(&self, epoch: i64, buried: &[Burial]) -> Result<()> {
         let (lanes, handlers, seqs) = columns(buried.iter().map(|b| b.id));
+        let generations: Vec<i32> = buried.iter().map(|b| b.generation).collect();
         let outcomes: Vec<&str> = buried.iter().map(|b| b.outcome).collect();
         let codes: Vec<&str> = buried.iter().map(|b| b.failure.code.as_str()).collect();
         let errors: Vec<&str> = buried.iter().map(|b| b.failure.text()).collect();
-        self.client.query(&self.bury, &[&epoch, &lanes, &handlers, &seqs, &outcomes, &codes, &errors]).await?;
+        self.client
+            .query(&self.bury, &[&epoch, &lanes, &handlers, &seqs, &generations, &outcomes, &codes, &errors])
+            .await?;
         Ok(())
     }
 }

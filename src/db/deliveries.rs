@@ -70,8 +70,8 @@ pub(crate) const COMPLETE: &str = "select ord, reason from {schema}.{p}complete(
 /// $1 epoch, $2 lanes, $3 handlers, $4 seqs, $5 attempts seen, $6 delays in milliseconds, $7 codes, $8 errors.
 pub(crate) const RETRY: &str = "select * from {schema}.{p}retry($1, $2, $3, $4, $5, $6, $7, $8)";
 
-/// $1 epoch, $2 lanes, $3 handlers, $4 seqs, $5 outcomes, $6 codes, $7 errors.
-pub(crate) const BURY: &str = "select * from {schema}.{p}bury($1, $2, $3, $4, $5, $6, $7)";
+/// $1 epoch, $2 lanes, $3 handlers, $4 seqs, $5 generations, $6 outcomes, $7 codes, $8 errors.
+pub(crate) const BURY: &str = "select * from {schema}.{p}bury($1, $2, $3, $4, $5, $6, $7, $8)";
 
 /// $1 epoch, $2 lanes, $3 handlers, $4 seqs, $5 attempts, $6 together.
 pub(crate) const RECORD: &str = "select {schema}.{p}record_suspects($1, $2, $3, $4, $5, $6)";

@@ -25,6 +25,7 @@ pub const MIGRATIONS: &[Migration] = &[
     Migration { version: 6, name: "suspects", sql: include_str!("../../migrations/0006_suspects.sql") },
     Migration { version: 7, name: "home", sql: include_str!("../../migrations/0007_home.sql") },
     Migration { version: 8, name: "lease", sql: include_str!("../../migrations/0008_lease.sql") },
+    Migration { version: 9, name: "bury", sql: include_str!("../../migrations/0009_bury.sql") },
 ];
 
 /// How often a migration that ran into `lock_timeout` is tried; with the waits, about a minute.

@@ -107,7 +107,7 @@ fn refuse(pending: &mut Outcomes, retry: Retry, row: &Row, failure: Failure, jit
     let attempts = u32::try_from(row.attempts).unwrap_or(0) + 1;
     match retry.delay(attempts, jitter) {
         Some(delay) => pending.refused.push(Refusal { id: row.id, attempts: row.attempts, delay, failure }),
-        None => pending.buried.push(Burial { id: row.id, outcome: "refused", failure }),
+        None => pending.buried.push(Burial { id: row.id, generation: row.generation, outcome: "refused", failure }),
     }
 }
 
@@ -635,7 +635,12 @@ impl Plan {
                 Answer::Outcome(Outcome::Rejected(failure)) => {
                     reached = true;
                     self.totals.rejected += 1;
-                    self.pending.buried.push(Burial { id: row.id, outcome: "rejected", failure });
+                    self.pending.buried.push(Burial {
+                        id: row.id,
+                        generation: row.generation,
+                        outcome: "rejected",
+                        failure,
+                    });
                 }
                 Answer::Outcome(Outcome::Refused(failure)) => {
                     reached = true;
@@ -656,7 +661,12 @@ impl Plan {
                     self.totals.rejected += 1;
                     let failure =
                         Failure::new("EVENT_MISSING", "the event is not in its partition; it was removed by hand");
-                    self.pending.buried.push(Burial { id: row.id, outcome: "rejected", failure });
+                    self.pending.buried.push(Burial {
+                        id: row.id,
+                        generation: row.generation,
+                        outcome: "rejected",
+                        failure,
+                    });
                 }
             }
             if window.queued() > 0 {

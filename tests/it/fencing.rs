@@ -54,8 +54,12 @@ fn retry(epoch: i64, handler: i32, seq: i64, attempts: i32, delay_ms: i64) -> St
 }
 
 fn bury(epoch: i64, handler: i32, seq: i64) -> String {
+    bury_generation(0, epoch, handler, seq)
+}
+
+fn bury_generation(generation: i32, epoch: i64, handler: i32, seq: i64) -> String {
     format!(
-        "select * from lanebridge.bury({epoch}, {}, '{{rejected}}', '{{TOO_BIG}}', '{{too big}}')",
+        "select * from lanebridge.bury({epoch}, {}, '{{{generation}}}', '{{rejected}}', '{{TOO_BIG}}', '{{too big}}')",
         ids(handler, &[seq])
     )
 }
@@ -270,7 +274,7 @@ async fn requeue_brings_back_with_a_new_generation(db: &Installation) {
     .await;
     assert_eq!(row, "0 1 t t 2");
     assert_eq!(all::<i64>(&client, "select seq from lanebridge.dead").await, [1]);
-    run(&client, &bury(epoch, h, 2)).await;
+    run(&client, &bury_generation(1, epoch, h, 2)).await;
     run(&client, "select lanebridge.requeue('h', '{2}')").await;
     assert_eq!(one::<i32>(&client, "select generation from lanebridge.deliveries where seq = 2").await, 2);
     let audited: Vec<i64> =

@@ -9,6 +9,7 @@ on_every_server!(
     a_skipped_delivery_holds_its_key_until_the_owner_reads_again,
     a_follower_that_commits_during_a_skip_waits_with_the_others,
     a_requeued_delivery_takes_the_place_of_its_mark,
+    a_burial_that_is_repeated_leaves_a_requeued_delivery_alone,
     requeue_tries_a_retrying_one_now_and_a_scheduled_one_only_when_named,
     bury_keeps_the_reason_and_the_attempts,
     what_may_be_in_flight_is_left_alone,
@@ -48,7 +49,7 @@ async fn retry(client: &Client, epoch: i64, handler: i32, seq: i64, delay_ms: i6
 
 async fn kill(client: &Client, epoch: i64, handler: i32, seq: i64) -> Vec<i32> {
     let sql = format!(
-        "select * from lanebridge.bury({epoch}, array[{LANE}], '{{{handler}}}', '{{{seq}}}', '{{rejected}}', '{{TOO_BIG}}', '{{too big}}')"
+        "select * from lanebridge.bury({epoch}, array[{LANE}], '{{{handler}}}', '{{{seq}}}', '{{0}}', '{{rejected}}', '{{TOO_BIG}}', '{{too big}}')"
     );
     all(client, &sql).await
 }
@@ -117,6 +118,17 @@ async fn a_follower_that_commits_during_a_skip_waits_with_the_others(db: &Instal
     assert_eq!(visible(&client, true).await, [0; 0], "and may not see what comes after it");
     assert_eq!(promote(&client, epoch).await, [1], "before it is told to begin here");
     assert_eq!(visible(&client, true).await, [2, 3]);
+}
+
+// The bridge repeats a burial whose answer was lost; meanwhile an operator saw it and requeued.
+async fn a_burial_that_is_repeated_leaves_a_requeued_delivery_alone(db: &Installation) {
+    let client = db.connect().await;
+    let (epoch, h) = setup(&client, 1).await;
+    assert_eq!(kill(&client, epoch, h, 1).await, [1]);
+    assert_eq!(one::<i64>(&client, "select lanebridge.requeue('h', '{1}')").await, 1);
+    assert_eq!(kill(&client, epoch, h, 1).await, [0; 0]);
+    assert_eq!(promote(&client, epoch).await, [1]);
+    assert_eq!(visible(&client, true).await, [1]);
 }
 
 // Its row is there already; were it left as it is, the delivery would be lost with its mark.
