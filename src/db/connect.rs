@@ -299,8 +299,8 @@ impl Connector {
         Error::transient(format!("{what}: no answer within {:?}", self.shared.connect_timeout))
     }
 
-    /// Passes when this connector leads to sessions of its own, or does without. Behind PgBouncer's transaction mode a lock belongs to
-    /// a server connection that everybody shares: two bridges both got it, and after both left it stayed (H48).
+    /// Passes when this connector leads to sessions of its own, or does without. Behind PgBouncer's transaction mode a lock
+    /// belongs to a server connection that everybody shares: two bridges both got it, and after both left it stayed (H48).
     ///
     /// # Errors
     /// A pooler (class `Failure`), or whatever ends a connect.
@@ -308,9 +308,8 @@ impl Connector {
         if self.pooled {
             return Ok(());
         }
-        let probe = self;
-        let one = probe.connect("probe", Session::Probe).await?;
-        let two = probe.connect("probe", Session::Probe).await?;
+        let one = self.connect("probe", Session::Probe).await?;
+        let two = self.connect("probe", Session::Probe).await?;
         if sessions_are_shared(&one, &two).await? {
             return Err(Error::new(format!(
                 "Postgres at {} is behind a pooler in transaction mode (PgBouncer?): sessions are shared, \

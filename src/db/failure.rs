@@ -109,6 +109,8 @@ fn class_of_code(code: &str) -> Class {
         "57P01" | "57P02" | "57P03" | "25006" => Class::Transient,
         // Ended for idling: by a setting that was changed while we ran.
         "57P05" | "25P03" | "25P04" => Class::Transient,
+        // A database that accepts no connections: ALTER DATABASE ... ALLOW_CONNECTIONS false, while it is moved, say.
+        "55000" => Class::Transient,
         // Connection exceptions; too many connections, disk full, out of memory.
         _ if code.starts_with("08") || code.starts_with("53") => Class::Transient,
         // Wrong password, unknown role, no line in pg_hba.conf; no such database.
@@ -127,6 +129,7 @@ mod tests {
     fn what_may_pass_is_transient_and_what_needs_a_person_is_not() {
         let transient = [
             "08006", "08P01", "53300", "53100", "57P01", "57P02", "57P03", "40001", "40P01", "55P03", "57014", "25006",
+            "55000",
         ];
         for code in transient {
             assert_eq!(class_of_code(code), Class::Transient, "{code}");

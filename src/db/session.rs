@@ -55,10 +55,14 @@ pub(super) fn settings(session: Session, statement_timeout: Duration) -> Vec<(&'
     let statement_timeout = format!("'{}ms'", statement_timeout.as_millis().max(1));
     // A frozen bridge must not hold row locks for ever; a lock session never sits in a transaction (H49).
     let idle_in_transaction = if session == Session::Lock { "0".to_owned() } else { statement_timeout.clone() };
-    let mut settings: Vec<(&'static str, String)> =
-        vec![("statement_timeout", statement_timeout), ("idle_in_transaction_session_timeout", idle_in_transaction)];
+    // Below what a heartbeat may take, so that it is said what was in the way.
+    let lock_timeout = if session == Session::Lock { "'2s'" } else { "'5s'" };
+    let mut settings: Vec<(&'static str, String)> = vec![
+        ("statement_timeout", statement_timeout),
+        ("idle_in_transaction_session_timeout", idle_in_transaction),
+        ("lock_timeout", lock_timeout.to_owned()),
+    ];
     let fixed = [
-        ("lock_timeout", "'5s'"),
         ("idle_session_timeout", "0"),
         ("default_transaction_isolation", "'read committed'"),
         ("default_transaction_read_only", "off"),

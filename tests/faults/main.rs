@@ -32,6 +32,7 @@ mod services;
 mod sharing;
 mod sizes;
 mod stage;
+mod trouble;
 mod versions;
 mod wal;
 mod wal_costs;
