@@ -21,6 +21,8 @@ pub mod event;
 pub mod publish;
 
 #[cfg(feature = "bridge")]
+mod backlog;
+#[cfg(feature = "bridge")]
 mod bridge;
 #[cfg(feature = "bridge")]
 #[doc(hidden)]
@@ -34,9 +36,15 @@ pub mod db;
 #[cfg(feature = "bridge")]
 mod dispatch;
 #[cfg(feature = "bridge")]
+mod health;
+#[cfg(feature = "bridge")]
+mod http;
+#[cfg(feature = "bridge")]
 mod janitor;
 #[cfg(feature = "bridge")]
 mod lanes;
+#[cfg(feature = "bridge")]
+mod metrics;
 #[cfg(feature = "bridge")]
 pub mod sinks;
 #[cfg(feature = "bridge")]

@@ -64,9 +64,10 @@ fn read_sections<'a>(report: &'a Report<'a>, document: &'a DeTable<'a>, nothing:
     let postgres = sections::postgres(section(&mut root, "postgres"));
     let bridge = sections::bridge(section(&mut root, "bridge"), &postgres.schema, postgres.max_payload_bytes);
     let wal = sections::wal(section(&mut root, "wal"));
-    let http = sections::http(section(&mut root, "http"));
     let retention = sections::retention(section(&mut root, "retention"));
     let (sinks, kinds) = sinks::read(&mut root);
+    let answers = sinks.values().map(|sink| sink.send_timeout).chain([postgres.statement_timeout]);
+    let http = sections::http(section(&mut root, "http"), answers.max().unwrap_or_default());
     let handlers = handlers::read(&mut root, &kinds);
     if !root.has("handlers") || handlers.is_empty() {
         report.warn_elsewhere("there is no [handlers.NAME]: events are stored, but nothing is delivered".to_owned());
