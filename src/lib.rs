@@ -12,6 +12,9 @@
 //! 6. A sink hands it to Kafka, NATS JetStream or Redis Streams and waits for the broker's acknowledgement (`sinks`).
 //! 7. The outcome is written back in a fenced batch; every id is accounted for (`completion`).
 //!
+//! Beside the path: what is counted (`metrics`), what waits (`backlog`), whether the bridge lives (`health`), and the pages
+//! that show it (`http`).
+//!
 //! With `default-features = false` only [`publish`], [`event`], [`delivery`] and [`error`] are built.
 
 pub mod backoff;
