@@ -88,6 +88,7 @@ async fn the_counters_begin_at_zero_and_are_what_the_broker_received() {
         assert_eq!(metrics.get(&outcome("to-nats", name)), Some(&0.0), "{name}");
     }
     pages.becomes("lanebridge_lanes_owned", 256.0).await;
+    pages.becomes("lanebridge_source{mode=\"wal\"}", 1.0).await;
     // WHEN events are published and delivered
     let load = Load { seed: seed(), writers: 4, keys: 50, events: 500 };
     publish(&stage.database, load, Arc::new(AtomicUsize::new(0))).await;
@@ -104,6 +105,9 @@ async fn the_counters_begin_at_zero_and_are_what_the_broker_received() {
     assert_eq!(metrics["lanebridge_in_flight_deliveries{handler=\"to-nats\"}"], 0.0);
     assert_eq!(metrics["lanebridge_in_flight_bytes{handler=\"to-nats\"}"], 0.0);
     assert_eq!(metrics["lanebridge_lane_changes_total{change=\"gained\"}"], 256.0);
+    let streamed = metrics["lanebridge_commit_to_ack_seconds_count{handler=\"to-nats\"}"];
+    assert!(streamed > 0.0 && streamed <= metrics["lanebridge_cache_hits_total"], "{streamed}");
+    assert_eq!(metrics["lanebridge_commit_to_ack_seconds_bucket{handler=\"to-nats\",le=\"60\"}"], streamed);
     let loads = metrics["lanebridge_cache_hits_total"] + metrics["lanebridge_cache_misses_total"];
     assert!(loads >= count, "{loads}");
     for moved in
