@@ -235,8 +235,8 @@ pub(super) fn http(mut section: Section<'_>, longest_answer: Duration) -> Http {
     let stuck_after = section.duration("stuck_after", 10 * SECOND..=24 * HOUR);
     if stuck_after.is_some_and(|given| given <= longest_answer) {
         let what = format!(
-            "is not above {}, the longest of statement_timeout and send_timeout: what waits for an answer would count as \
-             stuck",
+            "is not above {}, the longest of connect_timeout with statement_timeout and of send_timeout: what waits for \
+             an answer would count as stuck",
             show_duration(longest_answer)
         );
         section.problem(section.at_key("stuck_after"), "stuck_after", what);
@@ -419,10 +419,11 @@ mod tests {
     fn what_is_slow_is_not_stuck() {
         let after = |extra: &str| good(extra).http.stuck_after;
         assert_eq!(after(""), HTTP_STUCK_AFTER);
-        assert_eq!(after("statement_timeout = \"5m\""), 600 * SECOND);
-        assert_eq!(after("statement_timeout = \"9s\"\n[http]\nstuck_after = \"10s\""), 10 * SECOND);
+        assert_eq!(after("statement_timeout = \"5m\""), 620 * SECOND);
+        assert_eq!(after("statement_timeout = \"30s\"\n[http]\nstuck_after = \"41s\""), 41 * SECOND);
+        assert_eq!(after("[sinks.s]\ntype = \"stdout\"\nsend_timeout = \"70s\""), 140 * SECOND);
         each_is_refused(&[
-            ("[http]\nstuck_after = \"30s\"", "would count as stuck"),
+            ("[http]\nstuck_after = \"40s\"", "would count as stuck"),
             ("statement_timeout = \"5s\"\n[http]\nstuck_after = \"9s\"", "http.stuck_after: must be from \"10s\" to"),
             ("[http]\nstuck_after = \"25h\"", "http.stuck_after: must be from \"10s\" to"),
         ]);

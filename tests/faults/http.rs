@@ -162,7 +162,9 @@ async fn a_blocked_key_shows() {
 async fn a_broker_that_is_away_opens_the_breaker_and_leaves_the_bridge_healthy() {
     let broker = Broker::start("redis").await;
     let change = |setup| listening(setup).with("[http]", "[http]\nstuck_after = \"11s\"");
-    let change = |setup: Setup| change(setup).with("[postgres]", "[postgres]\nstatement_timeout = \"5s\"");
+    let change = |setup: Setup| {
+        change(setup).with("[postgres]", "[postgres]\nconnect_timeout = \"2s\"\nstatement_timeout = \"5s\"")
+    };
     let stage = Stage::with(vec![Destination::redis_at(broker.url())], change).await;
     let bridge = stage.setup.start();
     let pages = Pages::of(&stage.setup).await;
