@@ -11,7 +11,7 @@ use tokio::net::TcpStream;
 
 use crate::bridge::Setup;
 use crate::broker::Broker;
-use crate::consumers::Destination;
+use crate::consumers::{Destination, jetstream_at};
 use crate::drain::{drained, seed};
 use crate::ledger::judge;
 use crate::publishers::{Load, publish};
@@ -157,6 +157,50 @@ async fn a_blocked_key_shows() {
     stage.end().await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_dead_and_what_was_taken_over_is_counted() {
+    let destination = Destination::nats().await;
+    let Destination::Nats { subject, server } = &destination else { panic!("a subject") };
+    let js = jetstream_at(server).await;
+    let mut config = js.get_stream(subject).await.unwrap().cached_info().config.clone();
+    config.max_message_size = 1500;
+    js.update_stream(config).await.unwrap();
+    let stage = Stage::with(vec![destination.clone()], listening).await;
+    let bridge = stage.setup.start();
+    let pages = Pages::of(&stage.setup).await;
+    // WHEN an event is too large for its stream
+    stage.client.execute("select lanebridge.publish('order.x', repeat('x', 4000), 'k')", &[]).await.unwrap();
+    pages.becomes("lanebridge_buried_total{handler=\"to-nats\"}", 1.0).await;
+    assert!(pages.is(&outcome("to-nats", "rejected"), 1.0).await);
+    assert!(pages.is(&outcome("to-nats", "acked"), 0.0).await);
+    // WHEN its bridge is killed, and another comes
+    bridge.kill();
+    std::fs::remove_file(stage.setup.log_path()).unwrap();
+    let bridge = stage.setup.start();
+    let pages = Pages::of(&stage.setup).await;
+    pages.becomes("lanebridge_lane_changes_total{change=\"taken_over\"}", 256.0).await;
+    pages.becomes("lanebridge_deliveries{handler=\"to-nats\",state=\"dead\"}", 1.0).await;
+    assert!(bridge.terminate().await.success());
+    stage.end().await;
+}
+
+// A lost database is a lost lock session: not ready, alive, and counted.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lock_session_that_is_lost_shows_and_comes_back() {
+    let stage = Stage::with(vec![Destination::redis()], listening).await;
+    let bridge = stage.setup.start();
+    let pages = Pages::of(&stage.setup).await;
+    pages.becomes("lanebridge_lanes_owned", 256.0).await;
+    let end = "select pg_terminate_backend(lock_pid) from lanebridge.bridges where fenced_at is null";
+    stage.client.execute(end, &[]).await.unwrap();
+    pages.becomes("lanebridge_lane_changes_total{change=\"lost\"}", 256.0).await;
+    assert_eq!(pages.status("/healthz").await, 200);
+    pages.becomes("lanebridge_lanes_owned", 256.0).await;
+    eventually("it is ready again", SOON, || async { pages.status("/readyz").await == 200 }).await;
+    assert!(bridge.terminate().await.success());
+    stage.end().await;
+}
+
 // A restart would not bring the broker back.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_broker_that_is_away_opens_the_breaker_and_leaves_the_bridge_healthy() {
@@ -192,7 +236,7 @@ async fn a_broker_that_is_away_opens_the_breaker_and_leaves_the_bridge_healthy()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_port_that_is_taken_ends_the_start_and_drains_nobody() {
+async fn a_port_that_is_taken_ends_the_start_with_what_to_do() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap();
     let listen = format!("listen = \"{address}\"");
