@@ -13,9 +13,11 @@ use tokio_util::sync::CancellationToken;
 
 use crate::config::{Config, Handler, OnDead, Order, Ownership, SourceKind, WakeUp};
 use crate::db::{self, Client, Connector, Names, Session};
-use crate::dispatch::{self, Ended, Hints, Links, Outlet, Rules, Settings};
+use crate::dispatch::{self, Ended, Hints, Links, Observer, Outlet, Rules, Settings};
 use crate::error::{Class, Error, Result};
+use crate::health::{Health, Phase};
 use crate::lanes::{self, Identity};
+use crate::metrics::Metrics;
 use crate::sinks::{KeyWindow, Route, Severity, Sink};
 use crate::sources::{self, Feed, wal};
 
@@ -43,11 +45,24 @@ pub(crate) struct Options {
     pub migrate: bool,
 }
 
+/// What a bridge says of itself while it runs, for those who ask.
+#[derive(Clone)]
+pub(crate) struct Signs {
+    pub metrics: Arc<Metrics>,
+    pub health: Arc<Health>,
+}
+
+impl Signs {
+    pub(crate) fn new(config: &Config) -> Self {
+        Self { metrics: Arc::new(Metrics::new(config)), health: Arc::new(Health::new(config.http.stuck_after)) }
+    }
+}
+
 /// Runs a bridge until `stop`, or with `once` until nothing is due.
 ///
 /// # Errors
 /// When it cannot start, or met a failure that no retry ends, or could not drain in time.
-pub(crate) async fn run(config: Config, options: Options, stop: CancellationToken) -> Result<()> {
+pub(crate) async fn run(config: Config, options: Options, signs: Signs, stop: CancellationToken) -> Result<()> {
     for warning in &config.warnings {
         tracing::warn!("{warning}");
     }
@@ -57,16 +72,20 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
         registered = prepare_with_patience(&config, &connector, &names, options) => registered?,
         () = stop.cancelled() => return Ok(()),
     };
+    let Signs { metrics, health } = signs;
+    health.enters(Phase::ConnectsSinks);
     let sinks = connect_sinks(&config).await?;
-    let outlets = outlets(&config, &registered, &sinks)?;
+    let outlets = outlets(&config, &registered, &sinks, &metrics)?;
     check_destinations(&config, &sinks, &outlets, &stop).await;
+    health.enters(Phase::WaitsForLanes);
 
     let (tell, news) = mpsc::channel(NEWS);
     let wake = Arc::new(Notify::new());
     let release = CancellationToken::new();
     let touched = Arc::new(Notify::new());
     let cache = usize::try_from(config.wal.cache_bytes).unwrap_or(usize::MAX);
-    let feed = Arc::new(Feed::new(registered.handlers.values().copied(), cache, Arc::clone(&touched)));
+    let handlers = registered.handlers.values().copied();
+    let feed = Arc::new(Feed::new(handlers, cache, Arc::clone(&touched), metrics.cache.clone()));
     let instance = uuid::Uuid::new_v4().to_string();
     let identity = Identity { name: config.bridge.name.clone(), instance: instance.clone() };
     tracing::info!(bridge = %identity.name, instance = %identity.instance, version = env!("CARGO_PKG_VERSION"),
@@ -83,10 +102,22 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
     };
     let mut holder = tokio::spawn(lanes::hold(hold, release.clone()));
     // A bridge that only drains would make publishers notify after it is gone.
-    let listener = (config.bridge.wake_up == WakeUp::Notify && !options.once)
+    let notify = config.bridge.wake_up == WakeUp::Notify && !options.once;
+    let without_stream = if notify { "notify" } else { "poll" };
+    metrics.source.is(without_stream);
+    let listener = notify
         .then(|| tokio::spawn(sources::listen(connector.clone(), names.clone(), Arc::clone(&wake), release.clone())));
-    let janitor =
-        tokio::spawn(crate::janitor::run(connector.clone(), names.clone(), config.retention.clone(), release.clone()));
+    let janitor = tokio::spawn(crate::janitor::run(
+        connector.clone(),
+        names.clone(),
+        config.retention.clone(),
+        Arc::clone(&metrics),
+        release.clone(),
+    ));
+    // Nobody asks one that only drains.
+    let backlog = (config.http.listen.is_some() && !options.once).then(|| {
+        tokio::spawn(crate::backlog::run(connector.clone(), names.clone(), Arc::clone(&metrics), release.clone()))
+    });
 
     let stream = match config.bridge.source {
         SourceKind::Poll => None,
@@ -105,6 +136,8 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
                 kind,
                 instance,
                 feed: Arc::clone(&feed),
+                metrics: Arc::clone(&metrics),
+                without: without_stream,
             },
             release.clone(),
         )?),
@@ -118,7 +151,8 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
         once: options.once,
     };
     let links = Links::new(connector.clone(), names.clone());
-    let dispatch = dispatch::run(outlets, links, settings, news, hints, left, stop);
+    let observer = Observer::new(metrics, Arc::clone(&health));
+    let dispatch = dispatch::run(outlets, links, settings, dispatch::Holder { news, left }, hints, observer, stop);
     // The holder ends by itself only on a failure that no retry ends.
     let ended = tokio::select! {
         ended = dispatch => ended,
@@ -128,6 +162,7 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
             Err(panic) => Error::new("the lock session's task failed").source_is(panic),
         }),
     };
+    health.ended();
     close_sinks(sinks).await;
     release.cancel();
     if !holder.is_finished()
@@ -138,7 +173,7 @@ pub(crate) async fn run(config: Config, options: Options, stop: CancellationToke
     if let Some(stream) = stream {
         stream.await;
     }
-    for task in [Some(janitor), listener].into_iter().flatten() {
+    for task in [Some(janitor), backlog, listener].into_iter().flatten() {
         if let Err(error) = task.await {
             tracing::warn!(%error, "a background task ended badly");
         }
@@ -301,7 +336,12 @@ fn route(handler: &Handler, source: &Arc<str>, installation: &Arc<str>) -> Route
     Route { handler: Arc::new(handler.clone()), source: Arc::clone(source), installation: Arc::clone(installation) }
 }
 
-fn outlets(config: &Config, known: &Registered, sinks: &BTreeMap<String, Arc<Sink>>) -> Result<Vec<Outlet>> {
+fn outlets(
+    config: &Config,
+    known: &Registered,
+    sinks: &BTreeMap<String, Arc<Sink>>,
+    metrics: &Metrics,
+) -> Result<Vec<Outlet>> {
     let share = config.bridge.max_in_flight_bytes / config.handlers.len().max(1) as u64;
     let mut outlets = Vec::with_capacity(config.handlers.len());
     for (name, sink) in sinks {
@@ -312,6 +352,9 @@ fn outlets(config: &Config, known: &Registered, sinks: &BTreeMap<String, Arc<Sin
                 .handlers
                 .get(&handler.name)
                 .ok_or_else(|| Error::new(format!("the database gave no id for handler {}", handler.name)))?;
+            let counts = metrics
+                .handler(&handler.name)
+                .ok_or_else(|| Error::new(format!("there are no metrics for handler {}", handler.name)))?;
             let ordered = handler.order == Order::Key;
             let batches = settings.batches_in_flight.get();
             outlets.push(Outlet {
@@ -327,6 +370,7 @@ fn outlets(config: &Config, known: &Registered, sinks: &BTreeMap<String, Arc<Sin
                 },
                 route,
                 sink: Arc::clone(sink),
+                metrics: Arc::clone(counts),
             });
         }
     }

@@ -3,6 +3,7 @@
 //! Never: a failure here stops delivery. Publishing does not depend on it either, the default partition catches what
 //! comes when no partition was made in time.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::MissedTickBehavior;
@@ -11,6 +12,7 @@ use tokio_util::sync::CancellationToken;
 use crate::config;
 use crate::db::{Client, Connector, Names, Session, deliveries};
 use crate::error::{Error, Result};
+use crate::metrics::Metrics;
 
 /// Days for which partitions exist beyond today.
 const DAYS_AHEAD: i32 = 3;
@@ -30,10 +32,16 @@ select s.n_dead_tup, pg_has_role(c.relowner, 'USAGE') from pg_stat_all_tables s 
 const IN_DEFAULT: &str = "select count(*) from (select from {schema}.{p}events_default limit 1000) d";
 
 /// Runs until `stop`.
-pub(crate) async fn run(connector: Connector, names: Names, retention: config::Retention, stop: CancellationToken) {
+pub(crate) async fn run(
+    connector: Connector,
+    names: Names,
+    retention: config::Retention,
+    metrics: Arc<Metrics>,
+    stop: CancellationToken,
+) {
     // A vacuum is no part of a transaction, which all is behind a pooler.
     let may_vacuum = !connector.is_pooled();
-    let mut janitor = Janitor { connector, names, retention, session: None, may_vacuum, default_rows: 0 };
+    let mut janitor = Janitor { connector, names, retention, metrics, session: None, may_vacuum, default_rows: 0 };
     let mut partitions = tokio::time::interval(PARTITIONS_EVERY);
     partitions.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut vacuum = tokio::time::interval(VACUUM_EVERY);
@@ -60,6 +68,7 @@ struct Janitor {
     connector: Connector,
     names: Names,
     retention: config::Retention,
+    metrics: Arc<Metrics>,
     session: Option<Client>,
     may_vacuum: bool,
     /// As last reported.
@@ -97,6 +106,7 @@ impl Janitor {
             tracing::error!(rows, "events are in the default partition: none was made for their day in time");
         }
         self.default_rows = rows;
+        self.metrics.default_partition_rows.set(rows);
         Ok(())
     }
 

@@ -12,6 +12,9 @@
 //! 6. A sink hands it to Kafka, NATS JetStream or Redis Streams and waits for the broker's acknowledgement (`sinks`).
 //! 7. The outcome is written back in a fenced batch; every id is accounted for (`completion`).
 //!
+//! Beside the path: what is counted (`metrics`), what waits (`backlog`), whether the bridge lives (`health`), and the pages
+//! that show it (`http`).
+//!
 //! With `default-features = false` only [`publish`], [`event`], [`delivery`] and [`error`] are built.
 
 pub mod backoff;
@@ -20,6 +23,8 @@ pub mod error;
 pub mod event;
 pub mod publish;
 
+#[cfg(feature = "bridge")]
+mod backlog;
 #[cfg(feature = "bridge")]
 mod bridge;
 #[cfg(feature = "bridge")]
@@ -34,9 +39,15 @@ pub mod db;
 #[cfg(feature = "bridge")]
 mod dispatch;
 #[cfg(feature = "bridge")]
+mod health;
+#[cfg(feature = "bridge")]
+mod http;
+#[cfg(feature = "bridge")]
 mod janitor;
 #[cfg(feature = "bridge")]
 mod lanes;
+#[cfg(feature = "bridge")]
+mod metrics;
 #[cfg(feature = "bridge")]
 pub mod sinks;
 #[cfg(feature = "bridge")]

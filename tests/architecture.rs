@@ -13,6 +13,8 @@ const LEVELS: &[(&str, u8)] = &[
     ("backoff", 0),
     ("publish", 1),
     ("config", 1),
+    ("health", 1),
+    ("metrics", 2),
     ("db", 2),
     ("lanes", 3),
     ("sources", 3),
@@ -20,14 +22,18 @@ const LEVELS: &[(&str, u8)] = &[
     ("completion", 3),
     ("dispatch", 4),
     ("janitor", 4),
+    ("backlog", 4),
     ("bridge", 5),
-    ("cli", 6),
-    ("main", 7),
-    ("lib", 7),
+    ("http", 6),
+    ("cli", 7),
+    ("main", 8),
+    ("lib", 8),
 ];
 
 /// A word that may appear only in files under these places.
-const CONFINED: [(&str, &[&str]); 6] = [
+const CONFINED: [(&str, &[&str]); 8] = [
+    ("hyper::", &["src/http"]),
+    ("prometheus_client::", &["src/metrics"]),
     ("rdkafka", &["src/sinks/kafka"]),
     ("async_nats", &["src/sinks/nats"]),
     ("redis::", &["src/sinks/redis"]),

@@ -10,6 +10,7 @@ use crate::bridge;
 use crate::config::Config;
 use crate::db::{self, Names};
 use crate::error::{Context, Result};
+use crate::http;
 
 /// A signal that comes again within this time is the same one: some supervisors signal the process and then its group.
 const SAME_SIGNAL: Duration = Duration::from_millis(250);
@@ -41,7 +42,15 @@ impl Run {
     pub(super) async fn run(&self, config: Config) -> Result<()> {
         let stop = CancellationToken::new();
         watch_signals(stop.clone())?;
-        bridge::run(config, bridge::Options { once: self.once, migrate: !self.no_migrate }, stop).await
+        let signs = bridge::Signs::new(&config);
+        // One that only drains is gone before anybody asks, and must not need the port of one that runs.
+        if let (Some(address), false) = (config.http.listen, self.once) {
+            let bridge::Signs { metrics, health } = signs.clone();
+            let site = http::Site { metrics, health, allowed_hosts: config.http.allowed_hosts.clone() };
+            let address = http::start(address, site)?;
+            tracing::info!(%address, "HTTP: /metrics, /healthz, /readyz");
+        }
+        bridge::run(config, bridge::Options { once: self.once, migrate: !self.no_migrate }, signs, stop).await
     }
 }
 

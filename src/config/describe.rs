@@ -73,6 +73,8 @@ fn write(config: &Config, out: &mut String) -> fmt::Result {
 
     writeln!(out, "\n[http]")?;
     line(out, "listen", &config.http.listen.map(|address| address.to_string()).unwrap_or_default())?;
+    writeln!(out, "allowed_hosts = {:?}", config.http.allowed_hosts)?;
+    line(out, "stuck_after", &show_duration(config.http.stuck_after))?;
 
     writeln!(out, "\n[retention]")?;
     line(out, "events", &config.retention.events.map_or_else(|| "0".to_owned(), show_duration))?;

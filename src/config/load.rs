@@ -7,6 +7,7 @@
 use std::fs::File;
 use std::io::{ErrorKind, Read};
 use std::path::Path;
+use std::time::Duration;
 
 use toml::de::DeTable;
 
@@ -69,9 +70,11 @@ fn read_sections<'a>(report: &'a Report<'a>, document: &'a DeTable<'a>, nothing:
         postgres.direct_url.is_some(),
     );
     let wal = sections::wal(section(&mut root, "wal"));
-    let http = sections::http(section(&mut root, "http"));
     let retention = sections::retention(section(&mut root, "retention"));
     let (sinks, kinds) = sinks::read(&mut root);
+    let database = postgres.connect_timeout + postgres.statement_timeout;
+    let longest = sinks.values().map(|sink| sink.send_timeout).fold(database, Duration::max);
+    let http = sections::http(section(&mut root, "http"), longest);
     let handlers = handlers::read(&mut root, &kinds);
     if !root.has("handlers") || handlers.is_empty() {
         report.warn_elsewhere("there is no [handlers.NAME]: events are stored, but nothing is delivered".to_owned());

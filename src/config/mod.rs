@@ -289,6 +289,10 @@ pub enum OnDead {
 pub struct Http {
     /// `None` (written `""`): no HTTP at all.
     pub listen: Option<std::net::SocketAddr>,
+    /// Names that a request's `Host` may hold besides `localhost`, in lower case; addresses always may.
+    pub allowed_hosts: Vec<String>,
+    /// Deliveries that could go and did not move for so long make `/healthz` fail.
+    pub stuck_after: Duration,
 }
 
 /// `[retention]`

@@ -43,6 +43,8 @@ const WAL_SLOT_TIMEOUT: Duration = Duration::from_secs(30);
 const WAL_SENDER_TIMEOUT: Duration = Duration::from_secs(10);
 
 const HTTP_LISTEN: &str = "127.0.0.1:9464";
+/// Well above the longest answer of a database or a broker at their defaults: what is slow is not stuck.
+const HTTP_STUCK_AFTER: Duration = Duration::from_secs(120);
 
 const DAY: Duration = Duration::from_secs(86_400);
 const RETENTION_EVENTS: Duration = Duration::from_secs(7 * 86_400);
@@ -206,7 +208,8 @@ pub(super) fn wal(mut section: Section<'_>) -> Wal {
     wal
 }
 
-pub(super) fn http(mut section: Section<'_>) -> Http {
+/// `longest_answer`: what the database or a broker may take.
+pub(super) fn http(mut section: Section<'_>, longest_answer: Duration) -> Http {
     let default = HTTP_LISTEN.parse().expect("a constant");
     let listen = match section.text("listen") {
         None => Some(default),
@@ -214,7 +217,7 @@ pub(super) fn http(mut section: Section<'_>) -> Http {
         Some(text) => match text.value.parse::<SocketAddr>() {
             Ok(address) => {
                 if !address.ip().is_loopback() {
-                    section.warn(text.at, "listen", "is open to the network, and the console has no password");
+                    section.warn(text.at, "listen", "is open to the network, and what is served has no password");
                 }
                 Some(address)
             }
@@ -228,8 +231,25 @@ pub(super) fn http(mut section: Section<'_>) -> Http {
             }
         },
     };
+    let mut allowed_hosts = Vec::new();
+    for host in section.texts("allowed_hosts").unwrap_or_default() {
+        match validate::host_name(&host.value) {
+            Ok(()) => allowed_hosts.push(host.value.to_ascii_lowercase()),
+            Err(rule) => section.problem(host.at, "allowed_hosts", format!("{} {rule}", host.shown())),
+        }
+    }
+    let stuck_after = section.duration("stuck_after", 10 * SECOND..=24 * HOUR);
+    if stuck_after.is_some_and(|given| given <= longest_answer) {
+        let what = format!(
+            "is not above {}, the longest of connect_timeout with statement_timeout and of send_timeout: what waits for \
+             an answer would count as stuck",
+            show_duration(longest_answer)
+        );
+        section.problem(section.at_key("stuck_after"), "stuck_after", what);
+    }
+    let stuck_after = stuck_after.unwrap_or(HTTP_STUCK_AFTER.max(longest_answer * 2));
     section.finish();
-    Http { listen }
+    Http { listen, allowed_hosts, stuck_after }
 }
 
 pub(super) fn retention(mut section: Section<'_>) -> Retention {
@@ -367,6 +387,10 @@ mod tests {
             ("[http]\nlisten = \"localhost:9464\"", "hint: \"127.0.0.1:9464\""),
             ("[http]\nlisten = \":9464\"", "no address and port"),
             ("[http]\nlisten = \"127.0.0.1:65536\"", "no address and port"),
+            ("[http]\nallowed_hosts = [\"a:80\"]", "\"a:80\" must be a host name without scheme, port"),
+            ("[http]\nallowed_hosts = [\"*\"]", "port and wildcards"),
+            ("[http]\nallowed_hosts = [\"\"]", "must be a host name"),
+            ("[http]\nallowed_hosts = \"a\"", "must be a list of strings"),
         ]);
     }
 
@@ -400,6 +424,20 @@ mod tests {
     }
 
     #[test]
+    fn what_is_slow_is_not_stuck() {
+        let after = |extra: &str| good(extra).http.stuck_after;
+        assert_eq!(after(""), HTTP_STUCK_AFTER);
+        assert_eq!(after("statement_timeout = \"5m\""), 620 * SECOND);
+        assert_eq!(after("statement_timeout = \"30s\"\n[http]\nstuck_after = \"41s\""), 41 * SECOND);
+        assert_eq!(after("[sinks.s]\ntype = \"stdout\"\nsend_timeout = \"70s\""), 140 * SECOND);
+        each_is_refused(&[
+            ("[http]\nstuck_after = \"40s\"", "would count as stuck"),
+            ("statement_timeout = \"5s\"\n[http]\nstuck_after = \"9s\"", "http.stuck_after: must be from \"10s\" to"),
+            ("[http]\nstuck_after = \"25h\"", "http.stuck_after: must be from \"10s\" to"),
+        ]);
+    }
+
+    #[test]
     fn the_variable_overrides_the_url_and_empty_counts_as_unset() {
         let parse = |text: &str, url: &'static str| {
             super::super::parse(text, "f", &|name: &str| (name == URL_VARIABLE).then(|| url.to_owned()))
@@ -426,5 +464,6 @@ mod tests {
         let filled = good("direct_url = \"postgres://u:${SET}@localhost/d\"");
         assert_eq!(filled.warnings.len(), 1, "{:?}", filled.warnings);
         assert_eq!(good("[http]\nlisten = \"\"").http.listen, None);
+        assert_eq!(good("[http]\nallowed_hosts = [\"Metrics.Internal\"]").http.allowed_hosts, ["metrics.internal"]);
     }
 }

@@ -57,6 +57,15 @@ fn identifier(name: &str, max: usize) -> Result<(), String> {
     Ok(())
 }
 
+/// What a `Host` header may name besides this machine.
+pub(super) fn host_name(name: &str) -> Result<(), String> {
+    let letter = |b: u8| b.is_ascii_alphanumeric() || b"-._".contains(&b);
+    if name.is_empty() || !name.bytes().all(letter) {
+        return Err("must be a host name without scheme, port and wildcards".to_owned());
+    }
+    Ok(())
+}
+
 /// Handlers and sinks: their names end up in metrics labels, headers and subjects.
 pub(super) fn name(name: &str) -> Result<(), String> {
     let allowed = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"_.-".contains(&b);

@@ -8,7 +8,9 @@
 mod awaited;
 mod breaker;
 mod link;
+mod observe;
 mod plan;
+mod progress;
 #[cfg(test)]
 mod simulation;
 mod suspects;
@@ -19,18 +21,22 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rand::Rng;
+use time::OffsetDateTime;
 use tokio::sync::{Notify, mpsc};
 use tokio::task::{Id, JoinSet};
 use tokio_util::sync::CancellationToken;
 
 pub(crate) use link::Links;
+pub(crate) use observe::Observer;
 pub(crate) use plan::{Rules, Totals};
 
 use crate::completion::{FENCED, Missing, Outcomes};
 use crate::db;
 use crate::delivery::{Failure, Outcome, Parcel};
 use crate::error::{Class, Error, Result};
+use crate::health::Phase;
 use crate::lanes::Ownership;
+use crate::metrics::{Metrics, OfHandler, unix_now};
 use crate::sinks::{BEHIND, Route, Sink};
 use crate::sources::{Ask, Feed, Page, Promoted, Row, Standing, Verdict};
 use plan::{Answer, Batch, Plan};
@@ -54,6 +60,7 @@ pub(crate) struct Outlet {
     pub rules: Rules,
     pub route: Route,
     pub sink: Arc<Sink>,
+    pub metrics: Arc<OfHandler>,
 }
 
 pub(crate) struct Settings {
@@ -71,6 +78,13 @@ pub(crate) struct Hints {
     /// The stream of the write-ahead log, rung by `touched`; silent where there is none.
     pub feed: Arc<Feed>,
     pub touched: Arc<Notify>,
+}
+
+/// The two ways to whoever holds the lanes.
+pub(crate) struct Holder {
+    pub news: mpsc::Receiver<Ownership>,
+    /// Where lanes are reported that were drained for another bridge.
+    pub left: mpsc::UnboundedSender<Vec<i16>>,
 }
 
 /// How the loop ended.
@@ -105,9 +119,9 @@ pub(crate) async fn run(
     outlets: Vec<Outlet>,
     links: Links,
     settings: Settings,
-    mut ownership: mpsc::Receiver<Ownership>,
+    mut holder: Holder,
     hints: Hints,
-    left: mpsc::UnboundedSender<Vec<i16>>,
+    observer: Observer,
     stop: CancellationToken,
 ) -> Result<(Ended, Totals)> {
     let plan = Plan::new(outlets.iter().map(|outlet| outlet.rules.clone()).collect());
@@ -115,8 +129,9 @@ pub(crate) async fn run(
         plan,
         outlets: outlets.into_iter().map(|outlet| (outlet.rules.id, Arc::new(outlet))).collect(),
         links: Arc::new(links),
+        observer,
         feed: hints.feed,
-        left,
+        left: holder.left,
         tasks: JoinSet::new(),
         doing: HashMap::new(),
         polling: false,
@@ -141,6 +156,7 @@ pub(crate) async fn run(
     loop {
         let now = Instant::now();
         let draining = deadline.is_some();
+        run.observe(now);
         run.report_left();
         run.start_writing(now, draining);
         if draining {
@@ -158,7 +174,7 @@ pub(crate) async fn run(
         }
         let alarm = run.next_alarm(now, draining);
         tokio::select! {
-            Some(news) = ownership.recv() => run.ownership(news),
+            Some(news) = holder.news.recv() => run.ownership(news),
             Some(done) = run.tasks.join_next_with_id(), if !run.tasks.is_empty() => run.done(done)?,
             () = hints.wake.notified(), if !draining => run.woken = true,
             () = hints.touched.notified(), if !draining => run.touched(),
@@ -170,6 +186,7 @@ pub(crate) async fn run(
             () = tokio::time::sleep_until(alarm.into()) => {}
             () = stop.cancelled(), if !draining => {
                 tracing::info!(in_flight = run.plan.in_flight(), "draining: nothing new is taken");
+                run.observer.health.enters(Phase::Drains);
                 deadline = Some(tokio::time::Instant::now() + settings.shutdown_timeout);
             }
             () = tokio::time::sleep_until(deadline.unwrap_or_else(tokio::time::Instant::now)), if draining => {
@@ -184,6 +201,7 @@ struct Loop {
     plan: Plan,
     outlets: HashMap<i32, Arc<Outlet>>,
     links: Arc<Links>,
+    observer: Observer,
     feed: Arc<Feed>,
     /// Where lanes are reported that were drained for another bridge.
     left: mpsc::UnboundedSender<Vec<i16>>,
@@ -237,7 +255,14 @@ impl Loop {
         trial.min(pause).min(look).min(write).min(far)
     }
 
+    fn observe(&mut self, now: Instant) {
+        let polling = self.polling.then_some(self.polled_at);
+        let paused = self.paused(now);
+        self.observer.turn(&self.plan, &self.outlets, polling, paused, now);
+    }
+
     fn ownership(&mut self, news: Ownership) {
+        self.observer.ownership(&news, &self.plan);
         match news {
             Ownership::Gained { epoch, lanes, left } => {
                 self.plan.gained(epoch, &lanes);
@@ -259,19 +284,31 @@ impl Loop {
                 }
             }
             Ownership::Mark { xid, last_seq } => self.plan.mark(xid, last_seq),
-            Ownership::Lost => self.lost(),
+            Ownership::Lost => self.forget_lanes(),
             Ownership::NoneFree { owners } => self.none_free = Some(owners),
         }
+        self.observer.owned(&self.plan);
     }
 
     fn report_left(&mut self) {
         let left = self.plan.take_left();
+        if !left.is_empty() {
+            self.observer.released(left.len());
+            self.observer.owned(&self.plan);
+        }
         if !left.is_empty() && self.left.send(left).is_err() {
             tracing::debug!("nobody waits for lanes that were drained");
         }
     }
 
+    /// Found out by ourselves.
     fn lost(&mut self) {
+        self.observer.lost(&self.plan);
+        self.forget_lanes();
+        self.observer.owned(&self.plan);
+    }
+
+    fn forget_lanes(&mut self) {
         self.plan.lost();
         self.feed.all_foreign();
     }
@@ -335,9 +372,11 @@ impl Loop {
         while let Some(batch) = self.plan.next_batch(now) {
             let Some(outlet) = self.outlets.get(&batch.handler).map(Arc::clone) else { continue };
             let (links, feed) = (Arc::clone(&self.links), Arc::clone(&self.feed));
+            let metrics = Arc::clone(&self.observer.metrics);
+            observe::taken(&outlet.metrics, &batch);
             let doing = Doing::Send(batch.clone());
             self.spawn(doing, async move {
-                let answers = send(&outlet, &links, &feed, &batch).await;
+                let answers = send(&outlet, &links, &feed, &metrics, &batch).await;
                 Done::Sent { batch, answers }
             });
         }
@@ -391,6 +430,7 @@ impl Loop {
                     self.read(all);
                 }
                 Err(error) => {
+                    self.observer.metrics.polls.failed_polls.inc();
                     self.polling = false;
                     self.woken = true;
                     self.database_trouble("promote due deliveries", error)?;
@@ -402,8 +442,11 @@ impl Loop {
                 self.look_after = now + now.duration_since(self.polled_at).min(LONGEST_REST);
                 match result {
                     Ok((_, page)) => {
+                        self.observer.polled(now.duration_since(self.polled_at), &page);
                         let empty = page.rows.is_empty();
+                        let swept = self.plan.totals().swept;
                         self.plan.page(&asks, page, now);
+                        self.observer.metrics.polls.swept.inc_by(self.plan.totals().swept - swept);
                         for ask in &asks {
                             self.feed.set_standing(ask.lane, ask.handler, self.plan.standing(ask.lane, ask.handler));
                         }
@@ -412,6 +455,7 @@ impl Loop {
                         self.complete_rounds = if complete { self.complete_rounds + 1 } else { 0 };
                     }
                     Err(error) => {
+                        self.observer.metrics.polls.failed_polls.inc();
                         self.woken |= all;
                         self.database_trouble("poll deliveries", error)?;
                     }
@@ -426,7 +470,11 @@ impl Loop {
                     self.pause_until = Some(Instant::now() + DATABASE_PAUSE);
                 }
                 self.report_refusals(&batch, &answers);
+                self.count_answers(&batch, &answers);
                 let changes = self.plan.answered(&batch, answers, Instant::now(), rand::rng().random());
+                if let Some(outlet) = self.outlets.get(&batch.handler) {
+                    outlet.metrics.breaker(changes.opened, changes.closed);
+                }
                 let handler = self.name(batch.handler);
                 if let (true, Some(failure)) = (changes.opened, failed) {
                     tracing::warn!(handler, error = %failure, "broker or destination unreachable; deliveries wait, no attempt is spent");
@@ -441,6 +489,8 @@ impl Loop {
                 self.write_after = now + now.duration_since(self.wrote_at).min(LONGEST_REST);
                 match result {
                     Ok(missing) => {
+                        let took = now.duration_since(self.wrote_at);
+                        self.observer.written(took, &outcomes, &missing, &self.outlets);
                         for missing in &missing {
                             tracing::warn!(lane = missing.id.lane, handler = missing.id.handler, seq = missing.id.seq,
                                 reason = %missing.reason, "an acknowledged delivery was not there to complete");
@@ -457,6 +507,7 @@ impl Loop {
                         self.plan.remember(outcomes.acked);
                     }
                     Err(error) => {
+                        self.observer.metrics.polls.failed_writes.inc();
                         self.plan.unwritten(epoch, outcomes);
                         self.database_trouble("write outcomes", error)?;
                     }
@@ -468,6 +519,12 @@ impl Loop {
 
     fn name(&self, handler: i32) -> &str {
         self.outlets.get(&handler).map_or("?", |outlet| &outlet.route.handler.name)
+    }
+
+    fn count_answers(&self, batch: &Batch, answers: &[Answer]) {
+        if let Some(outlet) = self.outlets.get(&batch.handler) {
+            observe::answered(&outlet.metrics, batch, answers);
+        }
     }
 
     /// One line per handler and code a minute: enough to see trouble long before a delivery is dead.
@@ -499,7 +556,8 @@ impl Loop {
             Doing::Send(batch) => {
                 tracing::error!(handler = batch.handler, deliveries = batch.rows.len(), "sending a batch panicked");
                 let refused = || Answer::Outcome(Outcome::Refused(Failure::new("PANIC", "the sink panicked")));
-                let answers = batch.rows.iter().map(|_| refused()).collect();
+                let answers: Vec<Answer> = batch.rows.iter().map(|_| refused()).collect();
+                self.count_answers(&batch, &answers);
                 self.plan.answered(&batch, answers, Instant::now(), rand::rng().random());
             }
             Doing::Write { epoch, outcomes } => {
@@ -561,7 +619,7 @@ impl Loop {
 }
 
 /// Confirms rows and hands them to the sink; one answer per row, in order.
-async fn send(outlet: &Outlet, links: &Links, feed: &Feed, batch: &Batch) -> Vec<Answer> {
+async fn send(outlet: &Outlet, links: &Links, feed: &Feed, metrics: &Metrics, batch: &Batch) -> Vec<Answer> {
     let rows = &batch.rows;
     if let Some(together) = batch.record {
         let record = async {
@@ -576,20 +634,23 @@ async fn send(outlet: &Outlet, links: &Links, feed: &Feed, batch: &Batch) -> Vec
     let verdicts = match confirm(outlet, links, feed, batch).await {
         Ok(verdicts) => verdicts,
         Err(error) => {
+            metrics.polls.failed_confirms.inc();
             tracing::warn!(error = %error.report(), "confirming deliveries failed; trying again");
             return rows.iter().map(|_| Answer::NotTried).collect();
         }
     };
     let mut parcels = Vec::with_capacity(rows.len());
+    let mut commits = Vec::with_capacity(rows.len());
     let mut answers: Vec<Option<Answer>> = Vec::with_capacity(rows.len());
     // In a batch that may hold a key several times, what follows a held one waits with it.
     let mut held = std::collections::HashSet::new();
-    for (row, verdict) in rows.iter().zip(verdicts) {
+    for (row, (verdict, committed_at)) in rows.iter().zip(verdicts) {
         let waits = row.key.is_some_and(|key| held.contains(&key));
         answers.push(match verdict {
             _ if waits => Some(Answer::Held),
             Verdict::Send(parcel) => {
                 parcels.push(parcel);
+                commits.push(committed_at);
                 None
             }
             Verdict::Gone => Some(Answer::Gone),
@@ -604,6 +665,15 @@ async fn send(outlet: &Outlet, links: &Links, feed: &Feed, batch: &Batch) -> Vec
         });
     }
     let outcomes = if parcels.is_empty() { Vec::new() } else { outlet.sink.send(&outlet.route, &parcels).await };
+    let now = metrics.database_now();
+    for ((outcome, parcel), committed_at) in outcomes.iter().zip(&parcels).zip(commits) {
+        if *outcome == Outcome::Acked {
+            observe::acked(&outlet.metrics, parcel.event.created_at, committed_at, now);
+        }
+    }
+    if outcomes.contains(&Outcome::Acked) {
+        outlet.metrics.last_ack.set(unix_now());
+    }
     let mut outcomes = outcomes.into_iter();
     answers
         .into_iter()
@@ -617,15 +687,20 @@ async fn send(outlet: &Outlet, links: &Links, feed: &Feed, batch: &Batch) -> Vec
         .collect()
 }
 
-/// A verdict per row, in order. A fresh read whose payload the stream brought needs no other: the poll saw the row (R1),
+/// A verdict per row, in order, and when it was committed where the stream said it. A fresh read whose payload the stream brought needs no other: the poll saw the row (R1),
 /// and the log that holds it was flushed before the server sent it (R2).
-async fn confirm(outlet: &Outlet, links: &Links, feed: &Feed, batch: &Batch) -> Result<Vec<Verdict>> {
+async fn confirm(
+    outlet: &Outlet,
+    links: &Links,
+    feed: &Feed,
+    batch: &Batch,
+) -> Result<Vec<(Verdict, Option<OffsetDateTime>)>> {
     let now = Instant::now();
     let streamed = batch.rows.iter().map(|row| {
-        let event = feed.event(row.id.seq, row.created_at).filter(|_| row.is_fresh(now))?;
-        Some(Parcel { id: row.id, event, generation: row.generation })
+        let (event, committed_at) = feed.event(row.id.seq, row.created_at).filter(|_| row.is_fresh(now))?;
+        Some((Parcel { id: row.id, event, generation: row.generation }, committed_at))
     });
-    let streamed: Vec<Option<Parcel>> = streamed.collect();
+    let streamed: Vec<Option<(Parcel, OffsetDateTime)>> = streamed.collect();
     let rest: Vec<Row> =
         batch.rows.iter().zip(&streamed).filter(|(_, parcel)| parcel.is_none()).map(|(row, _)| *row).collect();
     let mut confirmed = Vec::new().into_iter();
@@ -634,9 +709,9 @@ async fn confirm(outlet: &Outlet, links: &Links, feed: &Feed, batch: &Batch) -> 
         let verdicts = confirmer.confirm(batch.epoch, &rest, outlet.rules.ordered, outlet.rules.blocks).await?;
         confirmed = verdicts.into_iter();
     }
-    let verdict = |parcel: Option<Parcel>| match parcel {
-        Some(parcel) => Some(Verdict::Send(parcel)),
-        None => confirmed.next(),
+    let verdict = |streamed: Option<(Parcel, OffsetDateTime)>| match streamed {
+        Some((parcel, committed_at)) => Some((Verdict::Send(parcel), Some(committed_at))),
+        None => confirmed.next().map(|verdict| (verdict, None)),
     };
     Ok(streamed.into_iter().filter_map(verdict).collect())
 }

@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use super::awaited::Awaited;
 use super::breaker::{Breaker, Permit};
+use super::progress::First;
 use super::suspects::{Leave, Suspects};
 use super::window::Window;
 use crate::backoff::Retry;
@@ -48,6 +49,8 @@ struct Handler {
     rules: Rules,
     breaker: Breaker,
     batches: usize,
+    /// Batches begun so far.
+    begun: u64,
     /// Lanes with queued rows.
     ready: BTreeSet<i16>,
     /// The lane the last batch ended with: the next one begins after it.
@@ -183,8 +186,14 @@ pub(crate) struct Plan {
 impl Plan {
     pub(crate) fn new(handlers: Vec<Rules>) -> Self {
         let handlers = handlers.into_iter().map(|rules| {
-            let handler =
-                Handler { breaker: Breaker::default(), batches: 0, ready: BTreeSet::new(), cursor: -1, rules };
+            let handler = Handler {
+                breaker: Breaker::default(),
+                batches: 0,
+                begun: 0,
+                ready: BTreeSet::new(),
+                cursor: -1,
+                rules,
+            };
             (handler.rules.id, handler)
         });
         Self {
@@ -594,6 +603,7 @@ impl Plan {
         }
         let record = recorded.then(|| self.suspects.sent(&rows, now));
         handler.batches += 1;
+        handler.begun += 1;
         let trial = handler.breaker.is_open();
         if trial {
             handler.breaker.trial_started();
@@ -736,6 +746,25 @@ impl Plan {
                 self.hungry.insert(pair);
             }
         }
+    }
+
+    /// What is first to move in every (lane, handler) that has something to do, but for what a broker that is away holds
+    /// up.
+    pub(crate) fn firsts(&self) -> impl Iterator<Item = ((i16, i32), First)> {
+        self.windows.iter().filter_map(|(&(lane, id), window)| {
+            let handler = self.handlers.get(&id)?;
+            let leaves = self.leaving.contains(&lane);
+            let first = match window.first() {
+                (Some(seq), _, _) => First::InFlight(seq),
+                (None, Some(seq), _) => First::Unwritten(seq),
+                (None, None, Some(_)) if leaves => return None,
+                (None, None, Some(_)) if handler.ready.contains(&lane) => First::Queued(handler.begun),
+                (None, None, Some(seq)) => First::Forgotten(seq),
+                (None, None, None) => return None,
+            };
+            let away = handler.breaker.is_open() && !matches!(first, First::Unwritten(_));
+            (!away).then_some(((lane, id), first))
+        })
     }
 
     /// A sweep is under way.

@@ -12,6 +12,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use super::plan::{Answer, Batch, Plan, Rules};
+use super::progress::{First, Progress};
 use crate::backoff::Retry;
 use crate::completion::Outcomes;
 use crate::delivery::{DeliveryId, Failure, Outcome};
@@ -20,6 +21,8 @@ use crate::sources::{Ask, Page, Promoted, Row, Touch};
 
 const HANDLER: i32 = 1;
 const LANE: i16 = 0;
+/// Two thousand steps.
+const STILL: Duration = Duration::from_secs(40);
 
 /// A row of `deliveries`, as the model keeps it.
 #[derive(Clone, Copy, Debug)]
@@ -384,9 +387,13 @@ fn run(seed: u64) {
     while !world.dead.is_empty() {
         world.requeue_one();
     }
+    let mut progress = Progress::default();
     for round in 0.. {
         let now = at(&world);
         world.step(&mut plan, now, false);
+        // What moves, however slowly, is never called stuck: a batch here takes some hundred steps at most.
+        let stuck = progress.look(plan.firsts(), STILL, now);
+        assert!(stuck.is_none(), "seed {seed}: {stuck:?} in {plan:?}");
         if world.dead.len() + world.table.len() + world.open.len() == 0 {
             break;
         }
@@ -408,4 +415,45 @@ fn no_schedule_loses_invents_or_reorders() {
     for seed in (0..3000).map(|n| first.wrapping_add(n)) {
         run(seed);
     }
+}
+
+/// The other way round: each place where a delivery can stop is found.
+#[test]
+fn what_stops_at_any_place_is_named() {
+    let mut world = World::new(1);
+    let mut plan = world.plan();
+    plan.gained(world.epoch, &[LANE]);
+    world.table.insert(1, Stored { key: Some(1), attempts: 0, due_at: None });
+    let now = Instant::now();
+    let first = |plan: &Plan| plan.firsts().next().map(|(_, first)| first);
+    assert_eq!(first(&plan), None);
+    let asks = plan.asks(true, now);
+    let page = world.read(&asks, now);
+    plan.page(&asks, page, now);
+    assert_eq!(first(&plan), Some(First::Queued(0)));
+    let batch = plan.next_batch(now).unwrap();
+    assert_eq!(first(&plan), Some(First::InFlight(1)));
+    plan.answered(&batch, vec![Answer::Outcome(Outcome::Acked)], now, 0.5);
+    assert_eq!(first(&plan), Some(First::Unwritten(1)));
+    let outcomes = plan.outcomes();
+    assert_eq!(first(&plan), Some(First::Unwritten(1)));
+    plan.written(world.epoch, &outcomes, &[]);
+    assert_eq!(first(&plan), None);
+}
+
+/// A broker that is away is no standstill of ours, but what it acknowledged before is.
+#[test]
+fn what_waits_for_a_broker_is_not_stuck() {
+    let mut world = World::new(1);
+    let mut plan = world.plan();
+    plan.gained(world.epoch, &[LANE]);
+    world.table.insert(1, Stored { key: Some(1), attempts: 0, due_at: None });
+    let now = Instant::now();
+    let asks = plan.asks(true, now);
+    let page = world.read(&asks, now);
+    plan.page(&asks, page, now);
+    let batch = plan.next_batch(now).unwrap();
+    let away = Answer::Outcome(Outcome::Unreachable(Failure::new("DOWN", "")));
+    assert!(plan.answered(&batch, vec![away], now, 0.5).opened);
+    assert_eq!(plan.firsts().next(), None);
 }

@@ -74,6 +74,12 @@ impl Window {
         self.in_flight.len()
     }
 
+    /// The first seq in flight, the first acknowledged one that is not deleted, and the first in the queue.
+    pub(crate) fn first(&self) -> (Option<i64>, Option<i64>, Option<i64>) {
+        let of = |rows: &BTreeMap<i64, Row>| rows.keys().next().copied();
+        (of(&self.in_flight), self.completing.first().copied(), of(&self.queued))
+    }
+
     /// The limit for a read of `room` new rows: those above the bound that are here already would fill it otherwise.
     pub(crate) fn limit(&self, room: usize) -> usize {
         let from = self.bound + 1;

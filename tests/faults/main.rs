@@ -12,6 +12,7 @@ mod copies;
 mod crashes;
 mod drain;
 mod durability;
+mod http;
 mod injuries;
 mod leases;
 mod ledger;

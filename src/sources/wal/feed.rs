@@ -4,7 +4,7 @@
 //! Everything here is a hint. Bounded in bytes and in number (R14); neither side ever waits for the other.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -12,6 +12,7 @@ use time::OffsetDateTime;
 use tokio::sync::Notify;
 
 use crate::event::Event;
+use crate::metrics;
 
 /// Touches that wait for dispatch; more become "poll everything".
 const TOUCHES: usize = 20_000;
@@ -59,8 +60,7 @@ pub(crate) struct Feed {
     cache: Mutex<Cache>,
     standings: HashMap<i32, Vec<AtomicU8>>,
     wake: Arc<Notify>,
-    /// Payloads that dispatch took.
-    taken: AtomicU64,
+    counts: metrics::Cache,
 }
 
 struct Cache {
@@ -74,6 +74,7 @@ struct Cache {
 struct Entry {
     event: Arc<Event>,
     created_at: OffsetDateTime,
+    committed_at: OffsetDateTime,
     /// Handlers that have not fetched it yet.
     wanted: u32,
     since: Instant,
@@ -82,20 +83,25 @@ struct Entry {
 
 impl Feed {
     /// For these handlers, with a cache of `most` bytes; `wake` is rung when there is something to take.
-    pub(crate) fn new(handlers: impl IntoIterator<Item = i32>, most: usize, wake: Arc<Notify>) -> Self {
+    pub(crate) fn new(
+        handlers: impl IntoIterator<Item = i32>,
+        most: usize,
+        wake: Arc<Notify>,
+        counts: metrics::Cache,
+    ) -> Self {
         let lanes = || (0..256).map(|_| AtomicU8::new(Standing::Foreign as u8)).collect();
         Self {
             touched: Mutex::default(),
             cache: Mutex::new(Cache { entries: BTreeMap::new(), bytes: 0, most, cleaned: None }),
             standings: handlers.into_iter().map(|handler| (handler, lanes())).collect(),
             wake,
-            taken: AtomicU64::new(0),
+            counts,
         }
     }
 
     /// How many payloads the table was spared so far.
     pub(crate) fn taken(&self) -> u64 {
-        self.taken.load(Ordering::Relaxed)
+        self.counts.hits.get()
     }
 
     pub(crate) fn set_standing(&self, lane: i16, handler: i32, standing: Standing) {
@@ -133,12 +139,19 @@ impl Feed {
 
     /// One committed transaction: what it touched, and the events that are worth keeping, each with how many handlers
     /// want it.
-    pub(super) fn committed(&self, touches: &[Touch], events: Vec<(Event, u32, usize)>, now: Instant) {
+    pub(super) fn committed(
+        &self,
+        committed_at: OffsetDateTime,
+        touches: &[Touch],
+        events: Vec<(Event, u32, usize)>,
+        now: Instant,
+    ) {
         if !events.is_empty() {
             let mut cache = lock(&self.cache);
             for (event, wanted, bytes) in events {
-                cache.insert(event, wanted, bytes, now);
+                cache.insert(event, committed_at, wanted, bytes, now);
             }
+            self.count(&cache);
         }
         if touches.is_empty() {
             return;
@@ -160,6 +173,7 @@ impl Feed {
             let mut cache = lock(&self.cache);
             cache.entries.clear();
             cache.bytes = 0;
+            self.count(&cache);
         }
         self.missed();
     }
@@ -174,17 +188,27 @@ impl Feed {
         std::mem::take(&mut *lock(&self.touched))
     }
 
-    /// The event of a delivery that a poll saw, if the stream brought it. Each handler gets it once; a second try reads
-    /// the table.
-    pub(crate) fn event(&self, seq: i64, created_at: OffsetDateTime) -> Option<Arc<Event>> {
-        let event = lock(&self.cache).take(seq, created_at)?;
-        self.taken.fetch_add(1, Ordering::Relaxed);
-        Some(event)
+    /// The event of a delivery that a poll saw, if the stream brought it, and when it was committed. Each handler gets it
+    /// once; a second try reads the table.
+    pub(crate) fn event(&self, seq: i64, created_at: OffsetDateTime) -> Option<(Arc<Event>, OffsetDateTime)> {
+        let event = {
+            let mut cache = lock(&self.cache);
+            let event = cache.take(seq, created_at);
+            self.count(&cache);
+            event
+        };
+        if event.is_some() { &self.counts.hits } else { &self.counts.misses }.inc();
+        event
+    }
+
+    fn count(&self, cache: &Cache) {
+        self.counts.bytes.set(i64::try_from(cache.bytes).unwrap_or(i64::MAX));
+        self.counts.events.set(i64::try_from(cache.entries.len()).unwrap_or(i64::MAX));
     }
 }
 
 impl Cache {
-    fn insert(&mut self, event: Event, wanted: u32, size: usize, now: Instant) {
+    fn insert(&mut self, event: Event, committed_at: OffsetDateTime, wanted: u32, size: usize, now: Instant) {
         let bytes = size + OVERHEAD;
         if bytes > self.most {
             return;
@@ -207,7 +231,8 @@ impl Cache {
         self.remove(seq);
         self.bytes += bytes;
         let created_at = event.created_at;
-        self.entries.insert(seq, Entry { event: Arc::new(event), created_at, wanted, since: now, bytes });
+        let event = Arc::new(event);
+        self.entries.insert(seq, Entry { event, created_at, committed_at, wanted, since: now, bytes });
     }
 
     fn remove(&mut self, seq: i64) {
@@ -217,10 +242,10 @@ impl Cache {
     }
 
     /// The time has to fit as well: after a failover a seq may name another event (H5, H31).
-    fn take(&mut self, seq: i64, created_at: OffsetDateTime) -> Option<Arc<Event>> {
+    fn take(&mut self, seq: i64, created_at: OffsetDateTime) -> Option<(Arc<Event>, OffsetDateTime)> {
         let entry = self.entries.get_mut(&seq).filter(|entry| entry.created_at == created_at)?;
         entry.wanted -= 1;
-        let event = Arc::clone(&entry.event);
+        let event = (Arc::clone(&entry.event), entry.committed_at);
         if entry.wanted == 0 {
             self.remove(seq);
         }
@@ -254,21 +279,23 @@ mod tests {
 
     /// Room for three events.
     fn feed() -> Feed {
-        Feed::new([1, 2], 3 * (OVERHEAD + 100), Arc::new(Notify::new()))
+        Feed::new([1, 2], 3 * (OVERHEAD + 100), Arc::new(Notify::new()), metrics::Cache::default())
     }
 
     fn commit(feed: &Feed, seqs: &[i64], wanted: u32, now: Instant) {
-        feed.committed(&[], seqs.iter().map(|seq| (event(*seq), wanted, 100)).collect(), now);
+        feed.committed(AT, &[], seqs.iter().map(|seq| (event(*seq), wanted, 100)).collect(), now);
     }
 
     #[test]
     fn an_event_is_there_once_for_each_handler_that_wants_it() {
         let feed = feed();
         commit(&feed, &[7], 2, Instant::now());
-        assert_eq!(feed.event(7, AT).unwrap().seq, 7);
+        assert_eq!(feed.event(7, AT).unwrap().0.seq, 7);
         assert!(feed.event(7, AT).is_some());
         assert!(feed.event(7, AT).is_none());
         assert_eq!(lock(&feed.cache).bytes, 0);
+        let counts = &feed.counts;
+        assert_eq!((counts.hits.get(), counts.misses.get(), counts.bytes.get(), counts.events.get()), (2, 1, 0, 0));
     }
 
     // H5, H31: a number that names another event now.
@@ -306,7 +333,7 @@ mod tests {
     fn an_event_larger_than_the_cache_stays_out_and_harms_nothing() {
         let feed = feed();
         commit(&feed, &[1], 1, Instant::now());
-        feed.committed(&[], vec![(event(2), 1, 10_000)], Instant::now());
+        feed.committed(AT, &[], vec![(event(2), 1, 10_000)], Instant::now());
         assert!(feed.event(1, AT).is_some() && feed.event(2, AT).is_none());
     }
 
@@ -314,11 +341,11 @@ mod tests {
     fn touches_that_nobody_takes_become_one_word() {
         let feed = feed();
         let touch = Touch { lane: 1, handler: 1, seq: Some(1), xid: 5 };
-        feed.committed(&vec![touch; TOUCHES], Vec::new(), Instant::now());
+        feed.committed(AT, &vec![touch; TOUCHES], Vec::new(), Instant::now());
         assert_eq!(feed.take().touches.len(), TOUCHES);
-        feed.committed(&vec![touch; TOUCHES], Vec::new(), Instant::now());
-        feed.committed(&[touch], Vec::new(), Instant::now());
-        feed.committed(&[touch], Vec::new(), Instant::now());
+        feed.committed(AT, &vec![touch; TOUCHES], Vec::new(), Instant::now());
+        feed.committed(AT, &[touch], Vec::new(), Instant::now());
+        feed.committed(AT, &[touch], Vec::new(), Instant::now());
         assert_eq!(feed.take(), Touched { touches: Vec::new(), all: true });
         assert_eq!(feed.take(), Touched::default());
     }

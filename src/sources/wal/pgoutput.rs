@@ -43,6 +43,8 @@ const PAYLOAD: usize = 9;
 pub(super) enum Message<'a> {
     Begin {
         xid: u32,
+        /// By the server's clock.
+        committed_at: OffsetDateTime,
     },
     Commit,
     Insert(Insert<'a>),
@@ -82,8 +84,9 @@ impl Decoder {
         let mut reader = Reader(message);
         match reader.u8()? {
             b'B' => {
-                reader.take(16)?;
-                Ok(Message::Begin { xid: reader.u32()? })
+                reader.take(8)?;
+                let committed_at = timestamp(reader.i64()?)?;
+                Ok(Message::Begin { xid: reader.u32()?, committed_at })
             }
             b'C' => Ok(Message::Commit),
             b'R' => {
@@ -240,6 +243,11 @@ impl<'a> Reader<'a> {
         self.array().map(u16::from_be_bytes)
     }
 
+    fn i64(&mut self) -> Result<i64> {
+        let bytes = self.take(8)?;
+        Ok(i64::from_be_bytes(bytes.try_into().expect("take gives what it was asked for")))
+    }
+
     fn u32(&mut self) -> Result<u32> {
         self.array().map(u32::from_be_bytes)
     }
@@ -330,6 +338,15 @@ mod tests {
             Message::Insert(insert) => insert.event(),
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn the_beginning_of_a_transaction_says_when_it_was_committed() {
+        let mut message = b"B\0\0\0\0\0\0\0\x09".to_vec();
+        message.extend(1_000_000_i64.to_be_bytes());
+        message.extend(7_u32.to_be_bytes());
+        let Message::Begin { xid, committed_at } = fresh().read(&message).unwrap() else { panic!("a beginning") };
+        assert_eq!((xid, committed_at.unix_timestamp()), (7, 946_684_801));
     }
 
     // H21.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use time::OffsetDateTime;
 use tokio::sync::Notify;
 
 use super::feed::{Feed, Standing, Touch};
@@ -71,7 +72,7 @@ pub(super) async fn read(
             Some(Frame::Data { wal_end, message }) => {
                 received = received.max(wal_end);
                 match decoder.read(&message)? {
-                    Message::Begin { xid } => transaction.begin(xid),
+                    Message::Begin { xid, committed_at } => transaction.begin(xid, committed_at),
                     Message::Insert(insert) => transaction.add(&insert, feed, sight)?,
                     Message::Commit => transaction.commit(feed),
                     Message::Other => {}
@@ -89,6 +90,7 @@ pub(super) async fn read(
 /// What one transaction brought so far.
 struct Transaction {
     xid: u32,
+    committed_at: OffsetDateTime,
     touches: Vec<Touch>,
     /// When they are too many, or one could not be read.
     lanes: HashSet<(i16, i32)>,
@@ -102,6 +104,7 @@ impl Transaction {
     fn new(largest: usize) -> Self {
         Self {
             xid: 0,
+            committed_at: OffsetDateTime::UNIX_EPOCH,
             touches: Vec::new(),
             lanes: HashSet::new(),
             everything: false,
@@ -111,8 +114,8 @@ impl Transaction {
         }
     }
 
-    fn begin(&mut self, xid: u32) {
-        *self = Self { xid, ..Self::new(self.largest) };
+    fn begin(&mut self, xid: u32, committed_at: OffsetDateTime) {
+        *self = Self { xid, committed_at, ..Self::new(self.largest) };
     }
 
     /// A row too large to be read: which lane it is in, nobody knows.
@@ -164,7 +167,7 @@ impl Transaction {
         let xid = self.xid;
         let lanes = self.lanes.drain().map(|(lane, handler)| Touch { lane, handler, seq: None, xid });
         self.touches.extend(lanes);
-        feed.committed(&self.touches, std::mem::take(&mut self.events), Instant::now());
-        self.begin(0);
+        feed.committed(self.committed_at, &self.touches, std::mem::take(&mut self.events), Instant::now());
+        *self = Self::new(self.largest);
     }
 }

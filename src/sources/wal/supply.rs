@@ -15,6 +15,7 @@ use super::reader::{self, Sight};
 use crate::config::{SourceKind, Wal};
 use crate::db::{Client, Connector, Names, Replication, Session, sqlstate};
 use crate::error::{Class, Error, Result};
+use crate::metrics::Metrics;
 
 /// Waits between streams: first and longest, for what may pass by itself and for what a person has to change.
 const SOON: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
@@ -70,6 +71,9 @@ pub(crate) struct Setup {
     /// As in `bridges`.
     pub instance: String,
     pub feed: Arc<Feed>,
+    pub metrics: Arc<Metrics>,
+    /// What wakes the poll while there is no stream.
+    pub without: &'static str,
 }
 
 /// How long to wait before the next stream.
@@ -328,6 +332,7 @@ impl Supply {
 
     async fn streams(&mut self, control: &Client) {
         self.was_up = true;
+        self.setup.metrics.source.is("wal");
         if self.report.0 != Some(("wal", None)) {
             tracing::info!("the stream of the write-ahead log is up");
             self.said = None;
@@ -337,6 +342,7 @@ impl Supply {
 
     /// Polling from now on, because of `error`.
     async fn polls(&mut self, error: &Error) {
+        self.setup.metrics.source.is(self.setup.without);
         let reason = error.report();
         let said = self.said.as_ref().is_some_and(|(said, at)| is_same(said, &reason) && at.elapsed() < SAY_EVERY);
         if !said {
