@@ -8,6 +8,8 @@ mod bridge;
 mod broker;
 mod chaos;
 mod consumers;
+#[cfg(feature = "break-rules")]
+mod controls;
 mod copies;
 mod crashes;
 mod drain;
