@@ -74,24 +74,23 @@ async fn a_kill_repeats_at_most_the_window_on_postgres_18() {
     a_kill_repeats_at_most_the_window("LB_POSTGRES18_URL").await;
 }
 
-/// R13: a bridge that says it drained repeats nothing, however often it is stopped under load.
-#[tokio::test(flavor = "multi_thread")]
-async fn a_drained_stop_repeats_nothing() {
+/// R13, I4: bridges that are stopped under load, `rounds` times one after the other, say that they drained; then nothing is
+/// repeated.
+async fn drained_stops_repeat_nothing(rounds: usize, events: usize) {
     let stage = Stage::new(Destination::all().await).await;
     let Stage { database, client, destinations, setup, .. } = &stage;
-    let load = Load { seed: seed(), writers: 4, keys: 50, events: 6_000 };
+    let load = Load { seed: seed(), writers: 4, keys: 50, events };
     let committed = Arc::new(AtomicUsize::new(0));
-    let writing = {
-        let committed = Arc::clone(&committed);
-        async { publish(database, load, committed).await }
-    };
+    let writing = publish(database, load, Arc::clone(&committed));
     let stopping = async {
-        for round in 1..=5 {
+        for round in 1..=rounds {
             let bridge = setup.start();
             eventually("it makes progress", Duration::from_secs(60), || {
-                std::future::ready(committed.load(Ordering::Relaxed) > load.events * round / 6)
+                std::future::ready(committed.load(Ordering::Relaxed) > events * round / (rounds + 1))
             })
             .await;
+            let started = || std::future::ready(setup.log().matches("own lanes").count() == round);
+            eventually("it owns the lanes", Duration::from_secs(60), started).await;
             let status = bridge.terminate().await;
             assert!(status.success(), "{status}\n{}", setup.log());
         }
@@ -103,4 +102,15 @@ async fn a_drained_stop_repeats_nothing() {
         judge(client, &destination.read().await).await.must_be_clean(destination.name(), 0);
     }
     stage.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_drained_stop_repeats_nothing() {
+    drained_stops_repeat_nothing(5, 6_000).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "takes minutes; `make faults` runs it"]
+async fn a_hundred_drained_stops_repeat_nothing() {
+    drained_stops_repeat_nothing(100, 12_000).await;
 }
