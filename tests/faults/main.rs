@@ -27,6 +27,7 @@ mod ownership;
 mod partitions;
 mod proxy;
 mod publishers;
+mod refusals;
 mod reliability;
 mod server;
 mod services;
