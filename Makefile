@@ -2,7 +2,7 @@
 # on Debian; elsewhere it says what is missing) and starts servers of this checkout only, on 127.0.0.1.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak faults bench-latency build fmt lint services clean-services
+.PHONY: help demo test soak faults controls bench-latency build fmt lint services clean-services
 
 help: ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1 \2/p' $(MAKEFILE_LIST) | while read -r name text; do printf '%-16s%s\n' "$$name" "$$text"; done
@@ -16,8 +16,12 @@ test: services build ## all tests, against real servers
 soak: services build ## the tests of the stream for hours' worth of trouble: 300 joins, ten minutes without a broker
 	LB_SOAK=1 scripts/test --test faults wal
 
-faults: services build ## the matrix of faults, more than 1,200 of them, in about an hour; writes docs/reliability.md
-	scripts/test --test faults matrix::every_cell -- --include-ignored --nocapture
+faults: services build ## the matrix of faults, more than 1,200 of them, in about an hour, and 100 stops under load; writes docs/reliability.md
+	scripts/test --test faults -- --include-ignored --nocapture matrix::every_cell drain::a_hundred
+
+controls: services ## the test of the tests: bridges that break one rule each, and the verdict that must name it
+	scripts/services build-deps
+	scripts/test --features break-rules --test faults controls::
 
 bench-latency: services ## from commit to consumer, for each source and broker; with ARGS="--quick" or "--help"
 	scripts/services build-deps

@@ -12,6 +12,7 @@ use tokio::sync::{Notify, mpsc};
 use tokio_util::sync::CancellationToken;
 
 use crate::config::{Config, Handler, OnDead, Order, Ownership, SourceKind, WakeUp};
+use crate::controls::breaks;
 use crate::db::{self, Client, Connector, Names, Session};
 use crate::dispatch::{self, Ended, Hints, Links, Observer, Outlet, Rules, Settings};
 use crate::error::{Class, Error, Result};
@@ -151,12 +152,20 @@ pub(crate) async fn run(config: Config, options: Options, signs: Signs, stop: Ca
         once: options.once,
     };
     let links = Links::new(connector.clone(), names.clone());
+    let early = breaks("drain-then-release");
+    if early {
+        let (stop, release) = (stop.clone(), release.clone());
+        tokio::spawn(async move {
+            stop.cancelled().await;
+            release.cancel();
+        });
+    }
     let observer = Observer::new(metrics, Arc::clone(&health));
     let dispatch = dispatch::run(outlets, links, settings, dispatch::Holder { news, left }, hints, observer, stop);
     // The holder ends by itself only on a failure that no retry ends.
     let ended = tokio::select! {
         ended = dispatch => ended,
-        held = &mut holder => Err(match held {
+        held = &mut holder, if !early => Err(match held {
             Ok(Err(error)) => Error::new("hold lanes").source_is(error),
             Ok(Ok(())) => Error::new("the lock session ended while the bridge was running"),
             Err(panic) => Error::new("the lock session's task failed").source_is(panic),

@@ -35,6 +35,8 @@ mod completion;
 #[cfg(feature = "bridge")]
 pub mod config;
 #[cfg(feature = "bridge")]
+mod controls;
+#[cfg(feature = "bridge")]
 pub mod db;
 #[cfg(feature = "bridge")]
 mod dispatch;

@@ -11,6 +11,7 @@ const LEVELS: &[(&str, u8)] = &[
     ("event", 0),
     ("delivery", 0),
     ("backoff", 0),
+    ("controls", 0),
     ("publish", 1),
     ("config", 1),
     ("health", 1),

@@ -31,6 +31,7 @@ pub(crate) use observe::Observer;
 pub(crate) use plan::{Rules, Totals};
 
 use crate::completion::{FENCED, Missing, Outcomes};
+use crate::controls::breaks;
 use crate::db;
 use crate::delivery::{Failure, Outcome, Parcel};
 use crate::error::{Class, Error, Result};
@@ -664,6 +665,13 @@ async fn send(outlet: &Outlet, links: &Links, feed: &Feed, metrics: &Metrics, ba
             }
         });
     }
+    #[cfg(feature = "break-rules")]
+    if breaks("ack-then-delete") {
+        let acked = parcels.iter().map(|parcel| parcel.id).collect();
+        let outcomes = Outcomes { acked, ..Outcomes::default() };
+        let deleted = async { links.writer().await?.write(batch.epoch, &outcomes).await };
+        deleted.await.expect("a control has a database that answers");
+    }
     let outcomes = if parcels.is_empty() { Vec::new() } else { outlet.sink.send(&outlet.route, &parcels).await };
     let now = metrics.database_now();
     for ((outcome, parcel), committed_at) in outcomes.iter().zip(&parcels).zip(commits) {
@@ -706,7 +714,8 @@ async fn confirm(
     let mut confirmed = Vec::new().into_iter();
     if !rest.is_empty() {
         let confirmer = links.confirmer().await?;
-        let verdicts = confirmer.confirm(batch.epoch, &rest, outlet.rules.ordered, outlet.rules.blocks).await?;
+        let ordered = outlet.rules.ordered && !breaks("followers-wait");
+        let verdicts = confirmer.confirm(batch.epoch, &rest, ordered, outlet.rules.blocks).await?;
         confirmed = verdicts.into_iter();
     }
     let verdict = |streamed: Option<(Parcel, OffsetDateTime)>| match streamed {

@@ -14,6 +14,7 @@ use super::suspects::{Leave, Suspects};
 use super::window::Window;
 use crate::backoff::Retry;
 use crate::completion::{Burial, Missing, Outcomes, Refusal};
+use crate::controls::breaks;
 use crate::delivery::{DeliveryId, Failure, Outcome};
 use crate::lanes::LeftBehind;
 use crate::sinks::{BEHIND, KeyWindow};
@@ -419,7 +420,7 @@ impl Plan {
                 after,
                 limit: i32::try_from(limit).unwrap_or(i32::MAX),
                 looks: 0,
-                ordered: state.rules.ordered,
+                ordered: state.rules.ordered && !breaks("followers-wait"),
                 blocks: state.rules.blocks,
                 version: window.version(),
                 sweep,
@@ -659,6 +660,9 @@ impl Plan {
                 }
                 // It waited behind another of its key: nobody asked the broker about it.
                 Answer::Outcome(Outcome::Unreachable(failure)) if failure.code == BEHIND => window.released(seq),
+                Answer::Outcome(Outcome::Unreachable(failure)) if breaks("outages-count-nothing") => {
+                    refuse(&mut self.pending, handler.rules.retry, row, failure, jitter);
+                }
                 Answer::Outcome(Outcome::Unreachable(_)) => {
                     unreachable = true;
                     self.totals.unreachable += 1;

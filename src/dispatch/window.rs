@@ -7,6 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
+use crate::controls::breaks;
 use crate::sinks::KeyWindow;
 use crate::sources::Row;
 
@@ -89,7 +90,7 @@ impl Window {
     }
 
     pub(crate) fn start_sweep(&mut self) {
-        if self.sweep.is_none() {
+        if self.sweep.is_none() && !breaks("sweep") {
             self.sweep = Some(0);
             self.slow = false;
         }
@@ -118,6 +119,10 @@ impl Window {
         for row in rows {
             self.add(*row);
         }
+        let settled = match rows.last() {
+            Some(last) if breaks("sweep") => last.id.seq,
+            _ => settled,
+        };
         self.bound = self.bound.max(read_to.min(settled));
         true
     }

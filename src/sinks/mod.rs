@@ -18,6 +18,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::config::{self, Format};
+#[cfg(feature = "nats")]
+use crate::controls::breaks;
 use crate::delivery::{Failure, Outcome, Parcel};
 use crate::error::Result;
 
@@ -131,6 +133,8 @@ impl Sink {
         match self {
             #[cfg(feature = "kafka")]
             Sink::Kafka(_) => KeyWindow::One,
+            #[cfg(feature = "nats")]
+            Sink::Nats(_) if breaks("one-per-key") => KeyWindow::Batch,
             #[cfg(feature = "nats")]
             Sink::Nats(_) => KeyWindow::One,
             #[cfg(feature = "redis")]

@@ -31,6 +31,7 @@ use self::streams::{Missing, Streams};
 use super::cloudevents::{self, Names};
 use super::{Finding, Route};
 use crate::config;
+use crate::controls::breaks;
 use crate::delivery::{Failure, Outcome, Parcel};
 use crate::error::Result;
 
@@ -160,7 +161,10 @@ impl Nats {
             None => self.streams.of(&self.jetstream, &subject, missing).await.map_err(Outcome::Unreachable)?,
         };
         let encoded = cloudevents::encode(parcel, route, Names::Nats);
-        let dedup_id = parcel.dedup_id(&route.installation, &route.handler.name);
+        let dedup_id = match breaks("dedup-id") {
+            true => parcel.id.seq.to_string(),
+            false => parcel.dedup_id(&route.installation, &route.handler.name),
+        };
         let ours = [("Nats-Msg-Id", dedup_id.as_str()), ("Nats-Expected-Stream", &stream)];
         let headers = subject::headers(&encoded.attributes, &ours).map_err(Outcome::Rejected)?;
         let message = PublishMessage::build().payload(encoded.body.into_owned().into()).headers(headers);

@@ -198,7 +198,7 @@ impl Arena {
 }
 
 /// `host:port` of a URL.
-fn host_and_port(url: &str) -> String {
+pub fn host_and_port(url: &str) -> String {
     let (_, rest) = url.split_once("://").expect("a URL");
     let authority = rest.split('/').next().expect("split gives one part at least");
     authority.rsplit('@').next().expect("split gives one part at least").to_owned()

@@ -15,6 +15,8 @@ pub const BATCHES: usize = 2;
 
 pub struct Setup {
     folder: TempDir,
+    /// The rule that its bridges break, where they are built to; empty for none.
+    breaks: &'static str,
 }
 
 impl Setup {
@@ -29,7 +31,7 @@ impl Setup {
             toml.push_str(&destination.toml(BATCH, BATCHES));
         }
         std::fs::write(folder.path().join("lanebridge.toml"), toml).expect("write the configuration");
-        Self { folder }
+        Self { folder, breaks: "" }
     }
 
     /// The same with a text of the configuration replaced.
@@ -41,6 +43,13 @@ impl Setup {
         self
     }
 
+    /// A negative control.
+    #[cfg(feature = "break-rules")]
+    pub fn breaking(mut self, rule: &'static str) -> Self {
+        self.breaks = rule;
+        self
+    }
+
     pub fn config(&self) -> PathBuf {
         self.folder.path().join("lanebridge.toml")
     }
@@ -48,6 +57,9 @@ impl Setup {
     fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_lanebridge"));
         command.arg("-c").arg(self.folder.path().join("lanebridge.toml")).args(arguments);
+        if !self.breaks.is_empty() {
+            command.env("LANEBRIDGE_BREAK", self.breaks);
+        }
         command.stdin(Stdio::null());
         command
     }

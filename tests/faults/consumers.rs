@@ -22,6 +22,8 @@ pub struct Received {
     pub key: Option<String>,
     pub seq: i64,
     pub payload: Vec<u8>,
+    /// What the broker takes for one delivery, where it takes any notice.
+    pub dedup_id: Option<String>,
     /// Topic and partition, subject, or stream.
     pub place: String,
 }
@@ -172,6 +174,7 @@ fn read_kafka(topic: &str, partitions: i32) -> Vec<Received> {
                 key: message.key().map(|key| String::from_utf8_lossy(key).into_owned()),
                 seq: headers["ce_sequence"].parse().unwrap(),
                 payload: message.payload().unwrap_or_default().to_vec(),
+                dedup_id: None,
                 place: format!("{topic}/{partition}"),
             });
         }
@@ -196,6 +199,7 @@ async fn read_nats(js: &jetstream::Context, subject: &str) -> Vec<Received> {
             key: header("ce-partitionkey"),
             seq: header("ce-sequence").unwrap().parse().unwrap(),
             payload: message.payload.to_vec(),
+            dedup_id: header("Nats-Msg-Id"),
             place: message.subject.to_string(),
         });
     }
@@ -225,6 +229,7 @@ async fn read_redis(redis: &mut redis::aio::MultiplexedConnection, stream: &str)
                 key: text("ce_partitionkey"),
                 seq: text("ce_sequence").unwrap().parse().unwrap(),
                 payload: fields["data"].clone(),
+                dedup_id: None,
                 place: stream.to_owned(),
             });
         }

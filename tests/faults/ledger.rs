@@ -22,7 +22,7 @@ pub struct Verdict {
     pub regress: usize,
     /// Where no event of its key belongs: another partition, subject or stream than the first of the key.
     pub wrong_place: usize,
-    /// One id under which two different events arrived.
+    /// One event id, or one dedup id, under which two different events arrived.
     pub id_collision: usize,
     /// Deliveries not completed in time after the last fault was healed.
     pub stuck: usize,
@@ -59,9 +59,13 @@ fn verdict(truth: &HashMap<String, Truth>, received: &[Received]) -> Verdict {
     let mut last: HashMap<&str, i64> = HashMap::new();
     let mut first_of: HashMap<&str, &Received> = HashMap::new();
     let mut places: HashMap<&str, &str> = HashMap::new();
+    let mut names: HashMap<&str, &str> = HashMap::new();
     for got in received {
         let first = first_of.entry(&got.id).or_insert(got);
         verdict.id_collision += usize::from((first.seq, &first.payload) != (got.seq, &got.payload));
+        if let Some(name) = &got.dedup_id {
+            verdict.id_collision += usize::from(*names.entry(name).or_insert(&got.id) != got.id);
+        }
         let Some(event) = truth.get(&got.id) else {
             verdict.phantom += 1;
             continue;
@@ -135,6 +139,7 @@ fn every_way_to_be_wrong_has_its_verdict() {
         seq,
         payload: vec![payload],
         place: place.into(),
+        dedup_id: None,
     };
     let got = |id: &str, seq, payload| at("p", id, seq, payload);
     let verdict = |received: &[Received]| verdict(&truth, received);
@@ -150,6 +155,9 @@ fn every_way_to_be_wrong_has_its_verdict() {
     assert_eq!((late.duplicates, late.regress), (1, 1));
     assert_eq!(verdict(&[got("a", 1, 1), at("q", "b", 2, 1)]).wrong_place, 1);
     assert_eq!(verdict(&[got("a", 1, 1), got("a", 2, 1)]).id_collision, 1);
+    let named = |id: &str, seq| Received { dedup_id: Some("1".into()), ..got(id, seq, 1) };
+    assert_eq!(verdict(&[named("a", 1), named("b", 2)]).id_collision, 1);
+    assert_eq!(verdict(&[named("a", 1), named("a", 1)]).id_collision, 0);
     assert_eq!(verdict(&good[1..]).faults(0), "lost 1");
     assert_eq!(late.faults(0), "lost 1, duplicates 1 of at most 0");
 }

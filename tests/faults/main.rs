@@ -8,6 +8,8 @@ mod bridge;
 mod broker;
 mod chaos;
 mod consumers;
+#[cfg(feature = "break-rules")]
+mod controls;
 mod copies;
 mod crashes;
 mod drain;
@@ -27,6 +29,7 @@ mod ownership;
 mod partitions;
 mod proxy;
 mod publishers;
+mod refusals;
 mod reliability;
 mod server;
 mod services;
