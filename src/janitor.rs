@@ -14,6 +14,8 @@ use crate::db::{Client, Connector, Names, Session, deliveries};
 use crate::error::{Error, Result};
 use crate::metrics::Metrics;
 
+/// Dead deliveries of a handler in one transaction.
+const PURGED_AT_ONCE: i32 = 1000;
 /// Days for which partitions exist beyond today.
 const DAYS_AHEAD: i32 = 3;
 const PARTITIONS_EVERY: Duration = Duration::from_secs(600);
@@ -49,7 +51,10 @@ pub(crate) async fn run(
     loop {
         let round = async {
             tokio::select! {
-                _ = partitions.tick() => janitor.partitions().await,
+                _ = partitions.tick() => match janitor.partitions().await {
+                    Ok(()) => janitor.purge().await,
+                    failed => failed,
+                },
                 _ = vacuum.tick() => janitor.vacuum().await,
             }
         };
@@ -108,6 +113,26 @@ impl Janitor {
         self.default_rows = rows;
         self.metrics.default_partition_rows.set(rows);
         Ok(())
+    }
+
+    /// Gives up what was dead for too long, a batch at a time so that nobody waits for its locks.
+    async fn purge(&mut self) -> Result<()> {
+        let Some(retention) = self.retention.dead else { return Ok(()) };
+        let purge = self.names.render(deliveries::PURGE_DEAD);
+        let broken = |source| Error::new("read what was purged").source_is(source);
+        loop {
+            let rows = self.session().await?.query(&purge, &[&retention.as_secs_f64(), &PURGED_AT_ONCE]).await?;
+            let mut full = false;
+            for row in rows {
+                let (handler, purged): (String, i64) =
+                    (row.try_get(0).map_err(broken)?, row.try_get(1).map_err(broken)?);
+                full |= purged >= i64::from(PURGED_AT_ONCE);
+                tracing::warn!(handler, purged, "gave up deliveries that were dead for longer than retention.dead");
+            }
+            if !full {
+                return Ok(());
+            }
+        }
     }
 
     async fn vacuum(&mut self) -> Result<()> {

@@ -85,5 +85,8 @@ pub(crate) const VACUUM: &str = "vacuum (truncate off, index_cleanup on) {schema
 /// $1 days ahead.
 pub(crate) const ENSURE_PARTITIONS: &str = "select * from {schema}.{p}ensure_partitions($1)";
 
+/// $1 retention in seconds, $2 most of each handler.
+pub(crate) const PURGE_DEAD: &str = "select handler, purged from {schema}.{p}purge_dead($1, $2)";
+
 /// $1 retention in seconds.
 pub(crate) const DROP_PARTITIONS: &str = "select * from {schema}.{p}drop_partitions(make_interval(secs => $1))";

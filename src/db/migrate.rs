@@ -26,6 +26,7 @@ pub const MIGRATIONS: &[Migration] = &[
     Migration { version: 7, name: "home", sql: include_str!("../../migrations/0007_home.sql") },
     Migration { version: 8, name: "lease", sql: include_str!("../../migrations/0008_lease.sql") },
     Migration { version: 9, name: "bury", sql: include_str!("../../migrations/0009_bury.sql") },
+    Migration { version: 10, name: "purge", sql: include_str!("../../migrations/0010_purge.sql") },
 ];
 
 /// How often a migration that ran into `lock_timeout` is tried; with the waits, about a minute.

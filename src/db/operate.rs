@@ -143,7 +143,7 @@ select format('GRANT EXECUTE ON FUNCTION %s TO %I;', p.oid::regprocedure, curren
    and p.proname in (select '{p_text}' || f from unnest(array['fence', 'register_bridge', 'heartbeat', 'listening', 'lock_lanes', 'peers', 'release_lanes', 'unlock_lanes', 'end_frozen', 'take_lanes',
        'leave', 'complete', 'retry', 'bury', 'promote', 'register_handlers', 'requeue', 'skip', 'operate', 'matching', 'count_matching', 'states_of', 'filter_problem',
        'ensure_partitions', 'drop_partitions', 'channel', 'canary', 'report_source',
-       'left_behind', 'suspects', 'record_suspects', 'clear_suspects', 'here', 'settle', 'lives', 'register_lease', 'lease_lanes']) f)
+       'left_behind', 'suspects', 'record_suspects', 'clear_suspects', 'here', 'settle', 'lives', 'register_lease', 'lease_lanes', 'purge_dead']) f)
    and not has_function_privilege(p.oid, 'EXECUTE')";
 
 /// The owner of the tables, when it is neither the bridge's role nor one that it is a member of: only an owner makes and

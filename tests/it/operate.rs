@@ -22,6 +22,7 @@ on_every_server!(
     every_batch_leaves_one_audit_row_and_the_second_call_none,
     two_operators_at_once_change_each_delivery_once,
     a_dry_run_counts_what_would_be_changed,
+    what_was_dead_for_too_long_is_given_up_unless_it_holds_a_key,
 );
 
 /// Handler `h`, an epoch that owns the lane of key k, and `n` events of that key, seqs 1 to n.
@@ -430,4 +431,31 @@ async fn a_dry_run_counts_what_would_be_changed(db: &Installation) {
     assert_eq!(count(r#"'skip', 'h', p_filter => '{"state": "dead"}', p_limit => 1"#).await, ["dead 1"]);
     run(&client, &format!("select lanebridge.leave({epoch})")).await;
     assert_eq!(count(r#"'bury', 'h', p_filter => '{"key": "k"}'"#).await, ["pending 2", "retrying 2"]);
+}
+
+async fn what_was_dead_for_too_long_is_given_up_unless_it_holds_a_key(db: &Installation) {
+    let client = db.connect().await;
+    let (epoch, h) = setup(&client, 3).await;
+    let keyless: i64 = one(&client, "select lanebridge.publish('t', 'p')").await;
+    let lane = format!("(select lane from lanebridge.deliveries where seq = {keyless})");
+    kill(&client, epoch, h, 1).await;
+    kill(&client, epoch, h, 3).await;
+    let of_no_key = format!(
+        "select * from lanebridge.bury({epoch}, array[{lane}], '{{{h}}}', '{{{keyless}}}', '{{0}}', '{{rejected}}', '{{X}}', '{{x}}')"
+    );
+    assert_eq!(all::<i32>(&client, &of_no_key).await, [1]);
+    run(&client, "update lanebridge.dead set buried_at = buried_at - interval '2 hours' where seq <> 3").await;
+    let purge = "select handler || ' ' || purged from lanebridge.purge_dead(3600)";
+    let dead = "select seq from lanebridge.dead order by 1";
+    assert_eq!(all::<String>(&client, purge).await, ["h 1"]);
+    assert_eq!(all::<i64>(&client, dead).await, [1, 3], "what holds back its key waits for a person");
+    assert_eq!(all::<String>(&client, purge).await, [""; 0]);
+    // A handler that goes on without its dead needs them no longer; those behind come in order all the same.
+    run(&client, "update lanebridge.handlers set blocks = false").await;
+    assert_eq!(all::<String>(&client, purge).await, ["h 1"]);
+    assert_eq!(all::<i64>(&client, dead).await, [3], "the one that died just now stays");
+    assert_eq!(promote(&client, epoch).await, [1]);
+    assert_eq!(visible(&client, false).await, [2]);
+    let audited = "select detail ->> 'reason' from lanebridge.audit where action = 'skip' order by 1";
+    assert_eq!(all::<String>(&client, audited).await, ["dead for longer than 01:00:00"; 2]);
 }
