@@ -211,7 +211,10 @@ async fn term(setup: &mut Setup, stop: &CancellationToken) -> Result<()> {
         if stop.is_cancelled() {
             break;
         }
-        term.end_frozen(&peers.all, setup.frozen_after).await?;
+        if term.end_frozen(&peers.all, setup.frozen_after).await? {
+            // Its lanes are free as soon as its session has ended.
+            ticks.reset_after(HEARTBEAT / 10);
+        }
         first_round = false;
     }
     term.session.execute(&setup.names.render(LEAVE), &[&term.epoch]).await?;
@@ -405,11 +408,14 @@ impl Term {
         Ok(())
     }
 
-    async fn end_frozen(&mut self, peers: &[Peer], limit: Duration) -> Result<()> {
+    /// True when it ended one.
+    async fn end_frozen(&mut self, peers: &[Peer], limit: Duration) -> Result<bool> {
+        let mut any = false;
         for (epoch, beat) in self.watch.frozen(self.epoch, peers, limit, Instant::now().into_std()) {
             let ended = self.session.query_one(&self.end_frozen, &[&self.epoch, &epoch, &beat]).await;
             match ended.and_then(one::<bool>) {
                 Ok(true) => {
+                    any = true;
                     tracing::warn!(
                         epoch,
                         "the heartbeat of a bridge stood still for {limit:?}; its session is ended and its epoch fenced"
@@ -424,7 +430,7 @@ impl Term {
                 }
             }
         }
-        Ok(())
+        Ok(any)
     }
 }
 

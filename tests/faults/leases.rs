@@ -10,7 +10,7 @@ use crate::drain::{drained, seed};
 use crate::ledger::judge;
 use crate::publishers::{Load, publish};
 use crate::services::{address, connect};
-use crate::sharing::{SOON, share_as};
+use crate::sharing::{SOON, freeze_and_wake, share_as};
 use crate::stage::Stage;
 
 /// The database of `direct` by way of the pooler.
@@ -81,27 +81,7 @@ async fn lanes_are_leased_handed_over_and_taken_over_through_a_pooler() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_frozen_bridge_loses_its_lease() {
     let stage = stage(vec![Destination::redis()]).await;
-    let Stage { database, client, destinations, setup, .. } = &stage;
-    let load = Load { seed: seed(), writers: 2, keys: 60, events: usize::MAX / 2 };
-    let stop = Arc::new(AtomicUsize::new(0));
-    let freezing = async {
-        let frozen = setup.start();
-        share_as(client, &[256]).await;
-        let other = setup.start();
-        share_as(client, &[128, 128]).await;
-        frozen.signal("STOP");
-        share_as(client, &[256]).await;
-        frozen.signal("CONT");
-        share_as(client, &[128, 128]).await;
-        stop.fetch_add(load.events, Ordering::Relaxed);
-        [frozen, other]
-    };
-    let (_, bridges) = tokio::join!(publish(database, load, Arc::clone(&stop)), freezing);
-    drained(client, SOON).await;
-    for bridge in bridges {
-        assert!(bridge.terminate().await.success(), "{}", setup.log());
-    }
-    judge(client, &destinations[0].read().await).await.must_be_clean("redis", BATCH * BATCHES);
+    freeze_and_wake(&stage).await;
     stage.end().await;
 }
 

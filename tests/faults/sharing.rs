@@ -106,7 +106,13 @@ async fn the_others_share_what_a_killed_bridge_leaves() {
 async fn a_frozen_bridge_is_ended_by_another_and_comes_back() {
     let stage =
         Stage::with([Destination::redis()], |setup| setup.with("[http]", "frozen_after = \"5s\"\n[http]")).await;
-    let Stage { database, client, destinations, setup, .. } = &stage;
+    freeze_and_wake(&stage).await;
+    stage.end().await;
+}
+
+/// With bridges whose `frozen_after` is five seconds.
+pub async fn freeze_and_wake(stage: &Stage) {
+    let Stage { database, client, destinations, setup, .. } = stage;
     let load = Load { seed: seed(), writers: 2, keys: 60, events: usize::MAX / 2 };
     let stop = Arc::new(AtomicUsize::new(0));
     let freezing = async {
@@ -131,7 +137,6 @@ async fn a_frozen_bridge_is_ended_by_another_and_comes_back() {
     }
     assert!(setup.log().contains("the heartbeat of a bridge stood still"), "{}", setup.log());
     judge(client, &destinations[0].read().await).await.must_be_clean("redis", BATCH * BATCHES);
-    stage.end().await;
 }
 
 /// H45: a bridge that holds no lane is fenced like another when it stands still, but there is no lock to end its session
