@@ -35,8 +35,9 @@ pub struct Client {
     inner: tokio_postgres::Client,
     guard: Guard,
     notifications: Option<mpsc::Receiver<Notification>>,
-    /// Behind a pooler: the beginning of every transaction, with its settings.
-    begin: Option<String>,
+    /// Behind a pooler a session setting would stay on a server connection that others use next, so each
+    /// transaction sets its own.
+    local_settings: Option<String>,
 }
 
 /// A statement that [`Client::prepare`] made: kept by the server, or sent with every call behind a pooler.
@@ -204,9 +205,7 @@ impl Client {
         let reason = Arc::new(OnceLock::new());
         let task = tokio::spawn(drive(connection, sender, Arc::clone(&reason), closed.clone())).abort_handle();
         let guard = Guard { server, deadline, closed, reason, task };
-        let begin =
-            local_settings.map(|settings| format!("begin isolation level read committed read write;{settings}"));
-        Self { inner, guard, notifications: Some(notifications), begin }
+        Self { inner, guard, notifications: Some(notifications), local_settings }
     }
 
     /// The client itself, for calls that go through [`Client::run`].
@@ -244,7 +243,7 @@ impl Client {
             self.inner.build_transaction().isolation_level(IsolationLevel::ReadCommitted).read_only(false).start();
         let inner = guard.run(guard.deadline, start).await?;
         let transaction = Transaction { inner, guard };
-        if let Some((_, settings)) = self.begin.as_ref().and_then(|begin| begin.split_once(';')) {
+        if let Some(settings) = &self.local_settings {
             transaction.batch_execute(settings).await?;
         }
         Ok(transaction)
@@ -253,7 +252,7 @@ impl Client {
     /// # Errors
     /// As `query`; behind a pooler none, until it is called.
     pub async fn prepare(&self, sql: &str) -> Result<Prepared> {
-        match self.begin {
+        match self.local_settings {
             Some(_) => Ok(Prepared::Text(sql.to_owned())),
             None => self.run(self.inner.prepare(sql)).await.map(Prepared::Kept),
         }
@@ -261,7 +260,7 @@ impl Client {
 
     /// True behind a pooler: every call is a transaction of its own.
     pub fn is_pooled(&self) -> bool {
-        self.begin.is_some()
+        self.local_settings.is_some()
     }
 
     /// I3. All of it is sent at once: a call that is dropped leaves no transaction open. A failed statement makes the commit
@@ -270,8 +269,9 @@ impl Client {
         &self,
         call: impl Future<Output = Result<T, tokio_postgres::Error>>,
     ) -> Result<T, tokio_postgres::Error> {
-        let Some(begin) = &self.begin else { return call.await };
-        let (begin, commit) = (self.inner.batch_execute(begin), self.inner.batch_execute("commit"));
+        let Some(settings) = &self.local_settings else { return call.await };
+        let begin = format!("begin isolation level read committed read write;{settings}");
+        let (begin, commit) = (self.inner.batch_execute(&begin), self.inner.batch_execute("commit"));
         let (begun, answer, ended) = Box::pin(futures_util::future::join3(begin, call, commit)).await;
         begun?;
         let answer = answer?;

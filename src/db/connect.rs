@@ -19,7 +19,7 @@ use tokio_postgres_rustls::MakeRustlsConnect;
 use super::client::Client;
 use super::failure::failure;
 use super::replication::{Login, Replication};
-use super::session::{Session, check_server, local_settings_sql, sessions_are_shared, settings, settings_sql};
+use super::session::{Session, check_server, sessions_are_shared, settings, settings_sql};
 use super::tls::{Progress, Step, Watched, client_config};
 use crate::config::pg_url::{PgUrl, SslMode};
 use crate::config::{self, Secret};
@@ -277,14 +277,14 @@ impl Connector {
             Err(_) => return Err(self.out_of_time(step(&progress, &server, &target.user))),
         };
         let settings = settings(session, self.shared.statement_timeout);
-        let local = self.pooled.then(|| local_settings_sql(&settings));
+        let local = self.pooled.then(|| settings_sql(true, &settings));
         let deadline = self.shared.statement_timeout + GRACE;
         let client = Client::start(inner, connection, server.clone(), deadline, local);
 
         let set_up = async {
             check_server(&client, &server).await?;
             if !self.pooled && !settings.is_empty() {
-                client.batch_execute(&settings_sql(&settings)).await?;
+                client.batch_execute(&settings_sql(false, &settings)).await?;
             }
             Ok(())
         };

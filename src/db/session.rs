@@ -30,21 +30,20 @@ pub enum Session {
     Probe,
 }
 
-/// For a session of our own.
-pub(super) fn settings_sql(settings: &[(&'static str, String)]) -> String {
-    let set_all = settings.iter().map(|(name, value)| format!("SET {name} = {value};"));
+/// For a session of our own or, `local`, for the start of each transaction behind a pooler: there the transaction itself
+/// says what is only a default for it, and the pooler keeps its own connections alive.
+pub(super) fn settings_sql(local: bool, settings: &[(&'static str, String)]) -> String {
+    let within =
+        |name: &str| !["tcp_", "default_", "idle_session"].iter().any(|of_session| name.starts_with(of_session));
+    let set = if local { "SET LOCAL" } else { "SET" };
+    let chosen = settings.iter().filter(|(name, _)| !local || within(name));
+    let set_all = chosen.map(|(name, value)| format!("{set} {name} = {value};"));
     // PostgreSQL 17 has one more limit that a role may bring along; older servers do not know its name.
-    let newer = "SELECT pg_catalog.set_config(name, '0', false) FROM pg_catalog.pg_settings WHERE name = 'transaction_timeout';";
-    set_all.chain([newer.to_owned()]).collect()
-}
-
-/// For the start of each transaction behind a pooler: what matters within one, in few bytes. The transaction itself says
-/// what is only a default for it, and the pooler keeps its own connections alive.
-pub(super) fn local_settings_sql(settings: &[(&'static str, String)]) -> String {
-    let within = settings.iter().filter(|(name, _)| {
-        !name.starts_with("tcp_") && !name.starts_with("default_") && !name.starts_with("idle_session")
-    });
-    within.map(|(name, value)| format!("SET LOCAL {name} = {value};")).collect()
+    let newer = format!(
+        "SELECT pg_catalog.set_config('transaction_timeout', '0', {local}) \
+          WHERE pg_catalog.current_setting('server_version_num')::pg_catalog.int4 >= 170000;"
+    );
+    set_all.chain([newer]).collect()
 }
 
 /// Every setting our statements rely on, values as SQL. A role's or a database's own defaults must never decide (I2).
@@ -234,6 +233,24 @@ mod tests {
         let sql = "SELECT current_setting('idle_in_transaction_session_timeout'), current_setting('enable_seqscan')";
         let row = lock.query_one(sql, &[]).await.unwrap();
         assert_eq!((row.get(0), row.get(1)), ("0", "on"));
+        admin.batch_execute(&format!("DROP ROLE {role}")).await.unwrap();
+    }
+
+    // H66: a limit that only newer servers have; behind a pooler too.
+    #[tokio::test]
+    async fn a_role_cannot_limit_our_transactions() {
+        let server = std::env::var("LB_POSTGRES18_URL").expect("LB_POSTGRES18_URL; run scripts/services up");
+        let at = |url: String| Connector::new(&Postgres { url: Secret::new(url), ..test_postgres() }, "test").unwrap();
+        let admin = at(server.clone()).connect("cli", Session::Work).await.unwrap();
+        let role = format!("test_{}", uuid::Uuid::new_v4().simple());
+        let create = format!("CREATE ROLE {role} LOGIN; ALTER ROLE {role} SET transaction_timeout = '1s'");
+        admin.batch_execute(&create).await.unwrap();
+        let ours = at(server.replace("//postgres@", &format!("//{role}@")));
+        for connector in [ours.clone(), ours.behind_pooler()] {
+            let client = connector.connect("poll", Session::Poll).await.unwrap();
+            let limit = client.query_one("SELECT current_setting('transaction_timeout')", &[]).await.unwrap();
+            assert_eq!(limit.get::<_, &str>(0), "0", "pooled: {}", client.is_pooled());
+        }
         admin.batch_execute(&format!("DROP ROLE {role}")).await.unwrap();
     }
 
