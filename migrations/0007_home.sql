@@ -37,15 +37,4 @@ begin
     return waiting;
 end $$;
 
-do $$
-declare
-    f regprocedure;
-begin
-    for f in
-        select p.oid from pg_catalog.pg_proc p join pg_catalog.pg_namespace n on n.oid = p.pronamespace
-         where n.nspname = '{schema_text}'
-           and p.proname in (select '{p_text}' || name from pg_catalog.unnest(array['here', 'settle', 'adopt']) name)
-    loop
-        execute pg_catalog.format('revoke all on function %s from public', f);
-    end loop;
-end $$;
+revoke all on function {schema}.{p}here(), {schema}.{p}settle(), {schema}.{p}adopt() from public;

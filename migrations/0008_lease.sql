@@ -64,13 +64,13 @@ begin
            for update of l skip locked
     ), fenced as (
         update {schema}.{p}bridges b set fenced_at = clock_timestamp()
-         where b.fenced_at is null and b.epoch in (select f.epoch from free f) returning b.epoch
+         where b.fenced_at is null and b.epoch in (select f.epoch from free f)
     ), taken as (
         update {schema}.{p}lanes l set epoch = p_epoch, taken_at = clock_timestamp()
-          from free f where l.lane = f.lane returning l.lane
+          from free f where l.lane = f.lane
     )
     select f.lane, coalesce(f.instance <> (select o.instance from {schema}.{p}bridges o where o.epoch = p_epoch), false)
-      from free f join taken t using (lane) where (select count(*) from fenced) >= 0;
+      from free f;
 end $$;
 
 create or replace function {schema}.{p}peers() returns table (epoch bigint, name text, beat bigint, lanes bigint)
@@ -88,15 +88,6 @@ begin
     perform pg_advisory_unlock_all() from {schema}.{p}bridges b where b.epoch = p_epoch and b.lock_pid = pg_backend_pid();
 end $$;
 
-do $$
-declare
-    f regprocedure;
-begin
-    for f in
-        select p.oid from pg_catalog.pg_proc p join pg_catalog.pg_namespace n on n.oid = p.pronamespace
-         where n.nspname = '{schema_text}' and p.proname in (select '{p_text}' || name from pg_catalog.unnest(array[
-             'lives', 'register_lease', 'lease_lanes']) name)
-    loop
-        execute pg_catalog.format('revoke all on function %s from public', f);
-    end loop;
-end $$;
+revoke all on function
+    {schema}.{p}lives(integer), {schema}.{p}register_lease(text, text, text),
+    {schema}.{p}lease_lanes(bigint, smallint[], integer) from public;

@@ -1,11 +1,9 @@
 //! `adopt`: a copy of a database, or one that was moved, becomes an installation of its own (H33).
 
-use std::io::{IsTerminal, Write};
-
 use clap::Args;
 use serde_json::json;
 
-use super::{Session, cell, print};
+use super::{Session, ask, cell, print};
 use crate::config::Config;
 use crate::db::operate;
 use crate::error::{Error, Result};
@@ -31,7 +29,8 @@ impl Adopt {
                 sinks.join(", ")
             ))?;
         }
-        if !self.confirmed()? {
+        let nobody = || Error::config("adopt changes the installation and nobody can be asked").hint("--yes does it");
+        if !self.yes && !ask("adopt it?", self.json)?.ok_or_else(nobody)? {
             return print("nothing was changed\n");
         }
         let rows = session.query(operate::ADOPT, &[]).await?;
@@ -40,19 +39,5 @@ impl Adopt {
             return print(&format!("{}\n", json!({ "action": "adopt", "database": database, "waiting": waiting })));
         }
         print(&format!("adopted; {waiting} deliveries wait\n"))
-    }
-
-    fn confirmed(&self) -> Result<bool> {
-        if self.yes {
-            return Ok(true);
-        }
-        if self.json || !std::io::stdin().is_terminal() || !std::io::stderr().is_terminal() {
-            return Err(Error::config("adopt changes the installation and nobody can be asked").hint("--yes does it"));
-        }
-        eprint!("adopt it? [y/N] ");
-        std::io::stderr().flush().map_err(|error| Error::new("ask on stderr").source_is(error))?;
-        let mut answer = String::new();
-        std::io::stdin().read_line(&mut answer).map_err(|error| Error::new("read the answer").source_is(error))?;
-        Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
     }
 }

@@ -10,7 +10,7 @@ mod publish;
 mod run;
 mod status;
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -177,6 +177,18 @@ fn counted(n: usize, noun: &str) -> String {
 /// A column of an answer.
 fn cell<'a, T: tokio_postgres::types::FromSql<'a>>(row: &'a tokio_postgres::Row, column: usize) -> Result<T> {
     row.try_get(column).map_err(|source| Error::new("read the database's answer").source_is(source))
+}
+
+/// The answer to `question` on the terminal; `None` when nobody can be asked.
+fn ask(question: &str, json: bool) -> Result<Option<bool>> {
+    if json || !std::io::stdin().is_terminal() || !std::io::stderr().is_terminal() {
+        return Ok(None);
+    }
+    eprint!("{question} [y/N] ");
+    std::io::stderr().flush().map_err(|error| Error::new("ask on stderr").source_is(error))?;
+    let mut answer = String::new();
+    std::io::stdin().read_line(&mut answer).map_err(|error| Error::new("read the answer").source_is(error))?;
+    Ok(Some(matches!(answer.trim(), "y" | "Y" | "yes")))
 }
 
 /// Writes to stdout; a reader that went away (a closed pipe) ends the program quietly.

@@ -4,13 +4,12 @@
 //! row. Stopped half-way, what was done is done, and running it again does the rest.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde_json::{Map, Value, json};
 
-use super::{Session, cell, print};
+use super::{Session, ask, cell, print};
 use crate::config::{self, Config, OnDead, Order, Pattern};
 use crate::db::operate;
 use crate::error::{Error, Result};
@@ -228,15 +227,10 @@ impl Which {
         if self.yes || (action == Action::Requeue && !self.seqs.is_empty()) {
             return Ok(true);
         }
-        if self.json || !std::io::stdin().is_terminal() || !std::io::stderr().is_terminal() {
-            return Err(Error::config(format!("{} changes deliveries and nobody can be asked", action.name()))
-                .hint("--dry-run counts them, --yes does it"));
-        }
-        eprint!("{} them? [y/N] ", action.name());
-        std::io::stderr().flush().map_err(|error| Error::new("ask on stderr").source_is(error))?;
-        let mut answer = String::new();
-        std::io::stdin().read_line(&mut answer).map_err(|error| Error::new("read the answer").source_is(error))?;
-        Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
+        ask(&format!("{} them?", action.name()), self.json)?.ok_or_else(|| {
+            Error::config(format!("{} changes deliveries and nobody can be asked", action.name()))
+                .hint("--dry-run counts them, --yes does it")
+        })
     }
 
     async fn batches(&self, action: Action, session: &Session, filter: &Value, most: i64, found: i64) -> Result<i64> {

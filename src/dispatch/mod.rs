@@ -695,8 +695,8 @@ async fn send(outlet: &Outlet, links: &Links, feed: &Feed, metrics: &Metrics, ba
         .collect()
 }
 
-/// A verdict per row, in order, and when it was committed where the stream said it. A fresh read whose payload the stream brought needs no other: the poll saw the row (R1),
-/// and the log that holds it was flushed before the server sent it (R2).
+/// A verdict per row, in order, and when it was committed where the stream said it. A fresh read whose payload the stream
+/// brought needs no other: the poll saw the row (R1), and the log that holds it was flushed before the server sent it (R2).
 async fn confirm(
     outlet: &Outlet,
     links: &Links,

@@ -106,12 +106,16 @@ fn room(handler: &Handler, window: &Window) -> usize {
     if window.queued() * 2 <= most { most - window.queued().min(most) } else { 0 }
 }
 
+fn burial(row: &Row, outcome: &'static str, failure: Failure) -> Burial {
+    Burial { id: row.id, generation: row.generation, outcome, failure }
+}
+
 /// An attempt is spent: it waits, or is buried if it was the last.
 fn refuse(pending: &mut Outcomes, retry: Retry, row: &Row, failure: Failure, jitter: f64) {
     let attempts = u32::try_from(row.attempts).unwrap_or(0) + 1;
     match retry.delay(attempts, jitter) {
         Some(delay) => pending.refused.push(Refusal { id: row.id, attempts: row.attempts, delay, failure }),
-        None => pending.buried.push(Burial { id: row.id, generation: row.generation, outcome: "refused", failure }),
+        None => pending.buried.push(burial(row, "refused", failure)),
     }
 }
 
@@ -646,12 +650,7 @@ impl Plan {
                 Answer::Outcome(Outcome::Rejected(failure)) => {
                     reached = true;
                     self.totals.rejected += 1;
-                    self.pending.buried.push(Burial {
-                        id: row.id,
-                        generation: row.generation,
-                        outcome: "rejected",
-                        failure,
-                    });
+                    self.pending.buried.push(burial(row, "rejected", failure));
                 }
                 Answer::Outcome(Outcome::Refused(failure)) => {
                     reached = true;
@@ -675,12 +674,7 @@ impl Plan {
                     self.totals.rejected += 1;
                     let failure =
                         Failure::new("EVENT_MISSING", "the event is not in its partition; it was removed by hand");
-                    self.pending.buried.push(Burial {
-                        id: row.id,
-                        generation: row.generation,
-                        outcome: "rejected",
-                        failure,
-                    });
+                    self.pending.buried.push(burial(row, "rejected", failure));
                 }
             }
             if window.queued() > 0 {

@@ -9,26 +9,15 @@ use crate::consumers::Destination;
 use crate::drain::{drained, seed};
 use crate::ledger::judge;
 use crate::publishers::{Load, publish};
-use crate::services::{address, connect};
+use crate::services::connect;
 use crate::sharing::{SOON, freeze_and_wake, share_as};
 use crate::stage::Stage;
 
-/// The database of `direct` by way of the pooler.
-fn pooled(direct: &str) -> String {
-    let (_, name) = direct.rsplit_once('/').expect("the address names a database");
-    format!("{}/{name}", address("LB_PGBOUNCER_URL").rsplit_once('/').expect("as does the pooler's").0)
-}
-
-/// With leases of five seconds, by way of the pooler.
-fn leased(setup: Setup, direct: &str) -> Setup {
-    let lease = "ownership = \"lease\"\nfrozen_after = \"5s\"\n[http]";
-    setup.with(&format!("\"{direct}\""), &format!("\"{}\"", pooled(direct))).with("[http]", lease)
-}
-
+/// Bridges with leases of five seconds, by way of the pooler.
 async fn stage(destinations: Vec<Destination>) -> Stage {
     let mut stage = Stage::new(destinations).await;
-    let direct = stage.database.url();
-    stage.setup = leased(Setup::new(&direct, &stage.destinations, ""), &direct);
+    stage.setup = Setup::new(&stage.database.pooled_url(), &stage.destinations, "")
+        .with("[http]", "ownership = \"lease\"\nfrozen_after = \"5s\"\n[http]");
     stage
 }
 
@@ -65,7 +54,7 @@ async fn lanes_are_leased_handed_over_and_taken_over_through_a_pooler() {
         judge(client, &destination.read().await).await.must_be_clean(destination.name(), BATCH * BATCHES);
     }
     // I6: the application's sessions behind the same pooler are as it left them.
-    let theirs = connect(&pooled(&database.url())).await;
+    let theirs = connect(&database.pooled_url()).await;
     for _ in 0..10 {
         let rows = theirs.simple_query("show enable_seqscan").await.unwrap();
         let on = rows

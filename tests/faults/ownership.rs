@@ -162,8 +162,7 @@ async fn behind_a_transaction_pooler_the_direct_way_is_taken() {
     let client = database.connect().await;
     let destinations = [Destination::redis()];
     let direct = database.url();
-    let name = direct.rsplit('/').next().unwrap().to_owned();
-    let pooled = format!("{}/{name}", address("LB_PGBOUNCER_URL").rsplit_once('/').unwrap().0);
+    let pooled = database.pooled_url();
     let setup = Setup::new(&direct, &destinations, "").with(&direct, &pooled);
     let refused =
         Command::new(env!("CARGO_BIN_EXE_lanebridge")).arg("-c").arg(setup.config()).arg("run").output().unwrap();

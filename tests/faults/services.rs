@@ -60,6 +60,13 @@ impl Database {
         format!("{server}/{}", self.name)
     }
 
+    /// By way of the transaction pooler, which leads to the server of `LB_POSTGRES_URL`.
+    pub fn pooled_url(&self) -> String {
+        let pooler = address("LB_PGBOUNCER_URL");
+        let (pooler, _) = pooler.rsplit_once('/').expect("the address names a database");
+        format!("{pooler}/{}", self.name)
+    }
+
     pub async fn connect(&self) -> Client {
         connect(&self.url()).await
     }

@@ -244,8 +244,7 @@ impl<'a> Reader<'a> {
     }
 
     fn i64(&mut self) -> Result<i64> {
-        let bytes = self.take(8)?;
-        Ok(i64::from_be_bytes(bytes.try_into().expect("take gives what it was asked for")))
+        self.array().map(i64::from_be_bytes)
     }
 
     fn u32(&mut self) -> Result<u32> {
