@@ -57,7 +57,8 @@ impl Scene {
         mend(&self.client).await;
         streams(&self.client).await;
         let log = self.setup.log();
-        let said = log[before..].lines().filter(|line| line.contains("polling: ")).count();
+        // A busy server may take longer than slot_timeout for the slot after that, which is another line.
+        let said = log[before..].lines().filter(|said| line(said)).count();
         assert_eq!(said, 1, "once is enough: {}", &log[before..]);
         assert!(bridge.terminate().await.success(), "{log}");
         assert_eq!(source(&self.client).await, None);
